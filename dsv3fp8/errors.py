@@ -1,0 +1,11 @@
+"""The one exception that a person is meant to read: the command line prints it as a single line, without a traceback."""
+
+
+class UserError(Exception):
+    """Something the user can put right: a key, a file, a size. The message is ONE line with the key or file, the value and the remedy.
+
+    Raise it before any work starts. A bug of ours is an assert or another exception, which keeps its traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(line.strip() for line in message.splitlines()))
