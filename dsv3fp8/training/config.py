@@ -1,0 +1,196 @@
+"""What a run can be told about its training: one dataclass a Hydra group, and the checks that need no other file.
+
+The YAML files under ``configs/`` give the values; this file says what each key means and which values make sense.
+Every ``validate()`` collects all its complaints into one line, so that a user mends them in one go.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from dsv3fp8.errors import UserError
+
+DEVICES = ("auto", "cpu", "cuda")
+SCHEDULES = ("v3", "cosine", "constant")
+MOMENTS = ("fp32", "bf16")
+WANDB_MODES = ("offline", "online", "disabled")
+PROGRESS_STYLES = ("auto", "bar", "plain", "none")
+
+# A BF16 number keeps 8 significant bits: a decay of less than half a step is rounded away, so that the moment never shrinks.
+SMALLEST_BF16_DECAY = 2.0**-8
+
+
+@dataclass
+class TrainingConfig:
+    """The loop itself: how long, how much at a time, and how often it looks, checks and saves."""
+
+    # Optimizer steps. A step skipped for a non-finite loss or gradient counts as one of them.
+    steps: int
+    # Sequences in one micro-batch.
+    batch: int
+    # Tokens a sequence is predicted from.
+    context: int
+    # Validation after every so many steps and after the last one; 0: after the last one alone.
+    validate_every: int
+    # Micro-batches of the validation split that one validation reads.
+    validation_batches: int
+    # A checkpoint after every so many steps and after the last one; 0: after the last one alone.
+    checkpoint_every: int
+    # Micro-batches whose gradients make one optimizer step. The loss is the mean over all their tokens.
+    accumulate: int = 1
+    # Initial weights and data order.
+    seed: int = 0
+    # auto: cuda where there is one, else cpu.
+    device: str = "auto"
+    # Gradients are scaled down to this L2 norm; 0: never.
+    clip: float = 1.0
+    # A line in metrics.jsonl, W&B and the plot every so many steps (the first and last step have one anyway).
+    log_every: int = 1
+    # Newest checkpoints that stay on disk.
+    keep: int = 2
+    # Steps in a row that may be skipped for a non-finite loss or gradient before the run gives up.
+    max_skipped: int = 10
+    # Steps recorded by torch.profiler into RUN_DIR/profile, from the third step of the session on; 0: none.
+    profile: int = 0
+    # Ask torch for deterministic algorithms alone (an error where an op has none). CPU runs repeat their bits without it.
+    deterministic: bool = False
+
+    def validate(self) -> None:
+        """Raise UserError with every value that makes no sense."""
+        problems = [
+            f"training.{name}={getattr(self, name)} must be at least {least}"
+            for name, least in (
+                ("steps", 1), ("batch", 1), ("context", 1), ("validate_every", 0), ("validation_batches", 1),
+                ("checkpoint_every", 0), ("accumulate", 1), ("seed", 0), ("log_every", 1), ("keep", 1), ("max_skipped", 1),
+                ("profile", 0),
+            )
+            if getattr(self, name) < least
+        ]  # fmt: skip
+        if not (math.isfinite(self.clip) and self.clip >= 0):
+            problems.append(f"training.clip={self.clip} must be a norm above 0, or 0 for no clipping")
+        if self.device not in DEVICES:
+            problems.append(f"training.device={self.device} must be one of {', '.join(DEVICES)}")
+        _raise(problems)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW on FP32 master weights."""
+
+    # Peak learning rate; the schedule scales it.
+    lr: float
+    # Decoupled: a step takes lr * weight_decay off each weight. Norms and biases are never decayed.
+    weight_decay: float
+    name: str = "adamw"
+    # Decay of the first and of the second moment.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    # What the two moments are stored in. Arithmetic is FP32 in both; bf16 halves the optimizer's memory.
+    moments: str = "fp32"
+
+    def validate(self) -> None:
+        """Raise UserError with every value that makes no sense."""
+        problems = []
+        if self.name != "adamw":
+            problems.append(f"optimizer.name={self.name} must be adamw")
+        for name in ("lr", "weight_decay"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                problems.append(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            problems.append(f"optimizer.eps={self.eps} must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"optimizer.betas={self.betas} must be two numbers from 0 up to, not with, 1")
+        elif self.moments == "bf16" and 0 < 1 - max(self.betas) < SMALLEST_BF16_DECAY:
+            problems.append(
+                f"optimizer.betas={self.betas} decays by less than BF16 can show, so optimizer.moments=bf16 would never "
+                "shrink a moment: take optimizer.moments=fp32 or betas of at most 0.996"
+            )
+        if self.moments not in MOMENTS:
+            problems.append(f"optimizer.moments={self.moments} must be one of {', '.join(MOMENTS)}")
+        _raise(problems)
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the steps: linear warm-up, then ``name`` decides.
+
+    ``v3`` stays at the peak for ``constant`` of the run and then follows a cosine to ``final`` * lr; ``cosine`` starts the
+    cosine at once; ``constant`` stays at the peak to the end.
+    """
+
+    name: str
+    # Steps of linear warm-up: step s of them has lr * s / warmup, so the first step is not wasted on a rate of 0.
+    warmup: int
+    # Share of training.steps spent at the peak after the warm-up (v3 alone; DeepSeek-V3: 10T of 14.8T tokens, 0.67).
+    constant: float = 0.0
+    # The rate at and beyond the last step, as a share of optimizer.lr (DeepSeek-V3: 2.2e-5 of 2.2e-4, 0.1).
+    final: float = 0.1
+
+    def validate(self) -> None:
+        """Raise UserError with every value that makes no sense."""
+        problems = []
+        if self.name not in SCHEDULES:
+            problems.append(f"schedule.name={self.name} must be one of {', '.join(SCHEDULES)}")
+        elif self.name != "v3" and self.constant:
+            problems.append(f"schedule.constant={self.constant} has no meaning under schedule.name={self.name}: take v3 or 0")
+        if self.warmup < 0:
+            problems.append(f"schedule.warmup={self.warmup} must be at least 0 steps")
+        for name in ("constant", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                problems.append(f"schedule.{name}={getattr(self, name)} must be a share between 0 and 1")
+        _raise(problems)
+
+
+@dataclass
+class LoggingConfig:
+    """Who is told about the curve. RUN_DIR/metrics.jsonl is always written."""
+
+    # auto: a live bar on a terminal, plain lines elsewhere.
+    progress: str = "auto"
+    # Keep RUN_DIR/loss.png fresh.
+    plot: bool = True
+    # Weights & Biases: offline writes RUN_DIR/wandb for `wandb sync`; online needs a login; disabled writes nothing.
+    wandb: str = "offline"
+    project: str = "dsv3fp8"
+    # The team or user the run belongs to; null: W&B's default for the login.
+    entity: str | None = None
+    # The run's name in W&B; null: the name of the run directory.
+    name: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def validate(self) -> None:
+        """Raise UserError with every value that makes no sense."""
+        problems = []
+        if self.progress not in PROGRESS_STYLES:
+            problems.append(f"logging.progress={self.progress} must be one of {', '.join(PROGRESS_STYLES)}")
+        if self.wandb not in WANDB_MODES:
+            problems.append(f"logging.wandb={self.wandb} must be one of {', '.join(WANDB_MODES)}")
+        if not self.project:
+            problems.append("logging.project='' must not be empty")
+        _raise(problems)
+
+
+@dataclass
+class ParallelConfig:
+    """How many GPUs share the work, and along what. One process today: every field must be 1."""
+
+    # Replicas that each hold all weights.
+    dp_replicate: int = 1
+    # GPUs that the weights and optimizer state are cut over.
+    dp_shard: int = 1
+    # GPUs that the experts are dealt out to.
+    expert: int = 1
+
+    def validate(self) -> None:
+        """Raise UserError for anything but one process."""
+        _raise(
+            [
+                f"parallel.{name}={getattr(self, name)}: this release trains in one process; set it to 1"
+                for name in ("dp_replicate", "dp_shard", "expert")
+                if getattr(self, name) != 1
+            ]
+        )
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise UserError("; ".join(problems))
