@@ -15,7 +15,7 @@ MOMENTS = ("fp32", "bf16")
 WANDB_MODES = ("offline", "online", "disabled")
 PROGRESS_STYLES = ("auto", "bar", "plain", "none")
 
-# A BF16 number keeps 8 significant bits: a decay of less than half a step is rounded away, so that the moment never shrinks.
+# A BF16 number has 8 significant bits: a decay of less than half a step is rounded away, and the moment never shrinks.
 SMALLEST_BF16_DECAY = 2.0**-8
 
 
@@ -51,7 +51,7 @@ class TrainingConfig:
     max_skipped: int = 10
     # Steps recorded by torch.profiler into RUN_DIR/profile, from the third step of the session on; 0: none.
     profile: int = 0
-    # Ask torch for deterministic algorithms alone (an error where an op has none). CPU runs repeat their bits without it.
+    # Ask torch for deterministic algorithms alone (an error where an op has none). CPU runs repeat bits without it.
     deterministic: bool = False
 
     def validate(self) -> None:
@@ -60,8 +60,8 @@ class TrainingConfig:
             f"training.{name}={getattr(self, name)} must be at least {least}"
             for name, least in (
                 ("steps", 1), ("batch", 1), ("context", 1), ("validate_every", 0), ("validation_batches", 1),
-                ("checkpoint_every", 0), ("accumulate", 1), ("seed", 0), ("log_every", 1), ("keep", 1), ("max_skipped", 1),
-                ("profile", 0),
+                ("checkpoint_every", 0), ("accumulate", 1), ("seed", 0), ("log_every", 1), ("keep", 1),
+                ("max_skipped", 1), ("profile", 0),
             )
             if getattr(self, name) < least
         ]  # fmt: skip
@@ -101,8 +101,8 @@ class OptimizerConfig:
             problems.append(f"optimizer.betas={self.betas} must be two numbers from 0 up to, not with, 1")
         elif self.moments == "bf16" and 0 < 1 - max(self.betas) < SMALLEST_BF16_DECAY:
             problems.append(
-                f"optimizer.betas={self.betas} decays by less than BF16 can show, so optimizer.moments=bf16 would never "
-                "shrink a moment: take optimizer.moments=fp32 or betas of at most 0.996"
+                f"optimizer.betas={self.betas} decays by less than BF16 can show, so optimizer.moments=bf16 would "
+                "never shrink a moment: take optimizer.moments=fp32 or betas of at most 0.996"
             )
         if self.moments not in MOMENTS:
             problems.append(f"optimizer.moments={self.moments} must be one of {', '.join(MOMENTS)}")
@@ -113,8 +113,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over the steps: linear warm-up, then ``name`` decides.
 
-    ``v3`` stays at the peak for ``constant`` of the run and then follows a cosine to ``final`` * lr; ``cosine`` starts the
-    cosine at once; ``constant`` stays at the peak to the end.
+    ``v3`` stays at the peak for ``constant`` of the run and then follows a cosine to ``final`` * lr; ``cosine`` starts
+    the cosine at once; ``constant`` stays at the peak to the end.
     """
 
     name: str
@@ -131,7 +131,9 @@ class ScheduleConfig:
         if self.name not in SCHEDULES:
             problems.append(f"schedule.name={self.name} must be one of {', '.join(SCHEDULES)}")
         elif self.name != "v3" and self.constant:
-            problems.append(f"schedule.constant={self.constant} has no meaning under schedule.name={self.name}: take v3 or 0")
+            problems.append(
+                f"schedule.constant={self.constant} means nothing under schedule.name={self.name}: take v3 or 0"
+            )
         if self.warmup < 0:
             problems.append(f"schedule.warmup={self.warmup} must be at least 0 steps")
         for name in ("constant", "final"):
@@ -148,7 +150,7 @@ class LoggingConfig:
     progress: str = "auto"
     # Keep RUN_DIR/loss.png fresh.
     plot: bool = True
-    # Weights & Biases: offline writes RUN_DIR/wandb for `wandb sync`; online needs a login; disabled writes nothing.
+    # Weights & Biases. offline writes RUN_DIR/wandb for `wandb sync`; online needs a login; disabled writes nothing.
     wandb: str = "offline"
     project: str = "dsv3fp8"
     # The team or user the run belongs to; null: W&B's default for the login.
