@@ -1,8 +1,8 @@
-"""The one exception that a person is meant to read: the command line prints it as a single line, without a traceback."""
+"""The one exception meant for a person to read: the command line prints it as a single line, without a traceback."""
 
 
 class UserError(Exception):
-    """Something the user can put right: a key, a file, a size. The message is ONE line with the key or file, the value and the remedy.
+    """Something the user can put right: ONE line with the key or file, the value and the remedy.
 
     Raise it before any work starts. A bug of ours is an assert or another exception, which keeps its traceback.
     """

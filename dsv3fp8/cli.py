@@ -1,0 +1,141 @@
+"""`dsv3fp8 COMMAND [key=value …]`: finds the command, and turns what a person can put right into one line.
+
+Commands import what they need when they run, so that help and errors come at once and nothing asks for a GPU.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dsv3fp8 import __version__
+from dsv3fp8.errors import UserError
+
+if TYPE_CHECKING:
+    from dsv3fp8.config import RunConfig
+
+USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
+HELP_WORDS = ("-h", "--help", "help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status: 0 done, 1 failed, 2 something for the user to put right, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = take_local_rank(arguments)
+        return _dispatch(arguments)
+    except UserError as error:
+        return _fail(str(error), USER_ERROR)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or "disk"
+        return _fail(f"{place}: {error.strerror}; free some space or set run_dir=PATH elsewhere", FAILED)
+
+
+def take_local_rank(arguments: list[str]) -> list[str]:
+    """Drop the `--local-rank=N` (or `--local_rank N`) of old launchers; LOCAL_RANK, which torchrun sets, wins."""
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in ("--local-rank", "--local_rank"):
+            rest.append(word)
+            continue
+        rank = value if equals else next(words, "")
+        if not rank.isdecimal():
+            raise UserError(f"{name}={rank}: expected a number; or launch with torchrun, which sets LOCAL_RANK")
+        os.environ.setdefault("LOCAL_RANK", rank)
+    return rest
+
+
+def train(arguments: list[str]) -> int:
+    """Train a model, or go on with the run that is in run_dir."""
+    from dsv3fp8.config import load_config
+
+    if any(word in HELP_WORDS for word in arguments):
+        from dsv3fp8.usage import settings_help
+
+        print(settings_help())
+        return 0
+    config = load_config(arguments)
+
+    from dsv3fp8.doctor import old_gpu_notice
+    from dsv3fp8.training.loop import train
+
+    notice = old_gpu_notice(config)
+    if notice:
+        print(f"dsv3fp8: note: {notice}", file=sys.stderr)
+    try:
+        return train(config)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail(memory_advice(config), FAILED)
+
+
+def generate(arguments: list[str]) -> int:
+    """Sample text from a run's checkpoint."""
+    from dsv3fp8.training.generate import main
+
+    return main(arguments)
+
+
+def doctor(arguments: list[str]) -> int:
+    """Print what this machine can do, tested against installed versions, and which backend each op takes."""
+    from dsv3fp8.doctor import main
+
+    return main(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "generate": generate, "doctor": doctor}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Host or device memory has run out. torch's own class is looked up only where torch is loaded."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return "DefaultCPUAllocator: can't allocate memory" in str(error) or "CUDA out of memory" in str(error)
+
+
+def memory_advice(config: "RunConfig") -> str:
+    """One line with what to change, and the values it has now."""
+    training = config.training
+    advice = [f"lower training.context={training.context}", f"take a smaller model than model={config.model.name}"]
+    if config.optimizer.moments != "bf16":
+        advice.append("store the moments in BF16 with optimizer.moments=bf16")
+    if training.batch > 1:
+        advice.insert(0, f"lower training.batch={training.batch} and raise training.accumulate={training.accumulate}")
+    return f"out of memory: {', or '.join(advice)}"
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in HELP_WORDS:
+        print(_help())
+        return 0 if arguments else USER_ERROR
+    name, *rest = arguments
+    if name in ("-V", "--version", "version"):
+        print(f"dsv3fp8 {__version__}")
+        return 0
+    if name not in COMMANDS:
+        hint = f"did you mean `train {name}`?" if "=" in name else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"{name}: no such command; {hint}")
+    return COMMANDS[name](rest)
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    return (
+        f"Usage: dsv3fp8 COMMAND [key=value …]   (version {__version__}; also: python -m dsv3fp8 COMMAND)\n\n"
+        f"{commands}\n\n"
+        "Start with `dsv3fp8 train`; `dsv3fp8 train --help` lists the groups and every key."
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"dsv3fp8: error: {message}", file=sys.stderr)
+    return status

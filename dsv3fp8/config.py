@@ -1,0 +1,208 @@
+"""A run's settings: Hydra composes them from the groups in configs/, the dataclasses of the rooms say what is legal.
+
+Hydra gives the groups, the defaults lists and the grammar of `key=value`. It is used through its compose API, so the
+working directory never changes: paths are read from where the command was started, and what a run writes goes to
+`run_dir`. Values are then checked here against the dataclasses: an unknown key is refused even with `+`, and every
+complaint is one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from yaml import YAMLError
+
+from dsv3fp8.data.config import DataConfig
+from dsv3fp8.errors import UserError
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.overrides import Override, parse_overrides
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.schema import MISSING, build, field_types, find_type, suggest, to_plain
+from dsv3fp8.training.config import LoggingConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainingConfig
+from dsv3fp8.yaml_text import dump_yaml, explain_yaml_error, read_yaml
+
+GROUPS = ("model", "recipe", "data", "optimizer", "schedule", "parallel", "logging", "experiment")
+RESUME_CHOICES = ("auto", "fork")
+_DATA_PATHS = ("paths", "validation_paths", "cache_dir")
+
+
+@dataclass
+class RunConfig:
+    """Everything a run depends on; saved as run_dir/config.yaml."""
+
+    model: ModelConfig
+    recipe: Recipe
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    parallel: ParallelConfig
+    logging: LoggingConfig
+    training: TrainingConfig
+    # Where the run writes everything, and what it resumes from; from the directory the command was started in.
+    run_dir: str
+    # auto: go on from the newest checkpoint of run_dir, if its settings agree. fork: go on with changed settings.
+    resume: str = "auto"
+
+    def validate(self) -> None:
+        """Raise one UserError with what each room has to say against its own settings."""
+        rooms: list[Any] = [self.model, self.recipe, self.data, self.optimizer, self.schedule]
+        rooms += [self.parallel, self.logging, self.training]
+        problems = [line for room in rooms if (line := _complaint(room.validate))]
+        if self.resume not in RESUME_CHOICES:
+            problems.append(f"resume={self.resume} must be one of {', '.join(RESUME_CHOICES)}")
+        if problems:
+            raise UserError("; ".join(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers; `RunConfig.from_dict` makes an equal object of them."""
+        return to_plain(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> RunConfig:
+        """The typed settings, each checked by its room. Raises UserError with all that is wrong."""
+        config = build(RunConfig, data)
+        config.validate()
+        return config
+
+    def save(self, path: Path) -> None:
+        """Write YAML that `load_saved`, and any other YAML reader, reads back as the same values."""
+        path.write_text(dump_yaml(self.to_dict()), encoding="utf-8")
+
+
+def load_config(overrides: list[str]) -> RunConfig:
+    """The settings for `key=value` words from the command line.
+
+    A group is chosen by name (`recipe=bf16`), a value set by its dotted key (`training.steps=10`). `config=FILE.yaml`
+    lays the values of a file, say of another run's config.yaml, over the groups. The command line wins over the file.
+    """
+    words = parse_overrides(overrides, verbatim=(*GROUPS, "config"))
+    choices = {word.key: word.value for word in words if word.key in GROUPS}
+    values = [word for word in words if word.key not in (*GROUPS, "config")]
+    files = [_split_file(Path(word.value).expanduser(), choices) for word in words if word.key == "config"]
+    for chosen, _ in files:
+        choices = chosen | choices
+
+    kinds = _kinds(values)
+    settings = _compose(choices)
+    try:
+        for _, layer in files:
+            settings = _lay_over(settings, layer)
+        for word, kind in zip(values, kinds, strict=True):
+            OmegaConf.update(settings, word.key, word.value_for(kind), force_add=True)
+        data = _plain(settings)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'settings'}: {str(error).splitlines()[0]}") from error
+    return RunConfig.from_dict(_anchored(data))
+
+
+def load_saved(path: Path) -> RunConfig:
+    """The settings of a run, from its config.yaml."""
+    return RunConfig.from_dict(read_yaml(path))
+
+
+def config_dir() -> Path:
+    """The Hydra groups: inside the package once installed, else at the top of the checkout."""
+    here = Path(__file__).resolve().parent
+    return next(folder for folder in (here / "configs", here.parent / "configs") if (folder / "config.yaml").is_file())
+
+
+def group_options(group: str) -> list[str]:
+    """The names a group can be set to. `base` holds what the others start from and is no choice of its own."""
+    folder = config_dir() / group
+    names = (path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    return sorted(name for name in names if name != "base")
+
+
+def _split_file(path: Path, chosen: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """(group choices, values) of a settings file. A group chosen on the command line loses its values from the file."""
+    data = read_yaml(path)
+    choices = {key: value for key, value in data.items() if key in GROUPS and isinstance(value, str)}
+    values = {key: value for key, value in data.items() if key not in choices and key not in chosen}
+    return choices, values
+
+
+def _kinds(words: list[Override]) -> list[Any]:
+    """The type of each word's key. Raises UserError with all the unknown ones."""
+    kinds, problems = [], []
+    for word in words:
+        try:
+            kinds.append(find_type(RunConfig, word.key))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(problems))
+    return kinds
+
+
+def _compose(choices: Mapping[str, str]) -> DictConfig:
+    problems = []
+    for group, name in choices.items():
+        options = group_options(group)
+        if name not in options and not (group == "experiment" and name == "null"):
+            hint = "one at a time, please; " if "," in name else suggest(name, options) + " "
+            problems.append(f"{group}={name}: no such {group}; {hint}there are {', '.join(options)}".replace("  ", " "))
+    if problems:
+        raise UserError("; ".join(problems))
+    try:
+        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            settings = compose("config", overrides=[f"{group}={name}" for group, name in choices.items()])
+    except YAMLError as error:
+        raise UserError(explain_yaml_error(error, str(config_dir()))) from error
+    except HydraException as error:
+        raise UserError(f"{config_dir()}: {str(error).splitlines()[0]}") from error
+    OmegaConf.set_struct(settings, False)
+    return settings
+
+
+def _lay_over(settings: DictConfig, layer: dict[str, Any]) -> DictConfig:
+    """Merge a file's values. A group that the file gives in full replaces what was composed: nothing shows through."""
+    for name, value in layer.items():
+        kind: Any = field_types(RunConfig).get(name)
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict) and field_types(kind).keys() <= value.keys():
+            settings[name] = {}
+    merged = OmegaConf.merge(settings, layer)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _plain(settings: DictConfig) -> dict[str, Any]:
+    try:
+        data = OmegaConf.to_container(settings, resolve=True, throw_on_missing=False)
+    except InterpolationToMissingValueError:  # the value it points at is reported, together with the other missing ones
+        data = OmegaConf.to_container(settings, resolve=False, throw_on_missing=False)
+    assert isinstance(data, dict)
+    return {str(key): value for key, value in data.items()}
+
+
+def _anchored(data: dict[str, Any]) -> dict[str, Any]:
+    """Relative paths from the launch directory, so that the saved settings mean the same files from anywhere."""
+    texts = data.get("data")
+    for place, name in ((data, "run_dir"), *((texts, name) for name in _DATA_PATHS if isinstance(texts, dict))):
+        place[name] = _absolute(place.get(name))
+    if isinstance(texts, dict) and str(texts.get("tokenizer")).endswith(".json"):
+        texts["tokenizer"] = _absolute(texts["tokenizer"])
+    if isinstance(texts, dict) and texts.get("dataset") and Path(str(texts["dataset"])).expanduser().exists():
+        texts["dataset"] = _absolute(texts["dataset"])
+    return data
+
+
+def _absolute(path: Any) -> Any:
+    if isinstance(path, list):
+        return [_absolute(item) for item in path]
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path not in ("", MISSING) else path
+
+
+def _complaint(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except UserError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,65 @@
+"""The text of `dsv3fp8 train --help`: groups with their choices, and each key with its default and its comment."""
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from dsv3fp8.config import GROUPS, RunConfig, group_options, load_config
+from dsv3fp8.schema import leaves, name_of
+from dsv3fp8.yaml_text import read_yaml
+
+_HEAD = """\
+Usage: dsv3fp8 train [group=choice …] [key=value …] [config=FILE.yaml]
+
+Trains, or goes on with the run that is in run_dir. Paths are read from the directory the command is started in.
+config=FILE.yaml lays a file's values (another run's config.yaml, say) over the groups; the command line wins.
+Quote text with special signs for Hydra inside quotes for the shell: 'data.paths=["my texts/a.txt"]'
+
+Groups (* is the default)"""
+
+
+def settings_help(width: int | None = None) -> str:
+    """The whole help text, wrapped to the terminal."""
+    width = width or min(shutil.get_terminal_size().columns, 120)
+    lines = [_HEAD]
+    for group in GROUPS:
+        lines += _entry(group, ", ".join(_marked(group)), 14, width)
+    lines.append("\nKeys, with their defaults")
+    defaults = load_config([]).to_dict()
+    for key, kind, note in leaves(RunConfig):
+        lines += _entry(f"{key}={_shown(_value(defaults, key))}", note or name_of(kind), 40, width)
+    return "\n".join(lines)
+
+
+def _marked(group: str) -> Iterable[str]:
+    from dsv3fp8.config import config_dir
+
+    chosen: dict[str, str | None] = {}
+    for entry in read_yaml(config_dir() / "config.yaml")["defaults"]:
+        if isinstance(entry, dict):
+            chosen |= entry
+    return (f"{name}*" if name == chosen.get(group) else name for name in group_options(group))
+
+
+def _value(settings: dict[str, Any], key: str) -> Any:
+    value: Any = settings
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{…}" if value else "{}"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _entry(name: str, text: str, indent: int, width: int) -> list[str]:
+    body = textwrap.wrap(text, max(20, width - indent)) or [""]
+    head = f"  {name:<{indent - 3}} "
+    if len(head) > indent:
+        return [head.rstrip(), *(" " * indent + line for line in body)]
+    return [head + body[0], *(" " * indent + line for line in body[1:])]
