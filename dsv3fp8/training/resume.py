@@ -1,0 +1,85 @@
+"""Whether a run may go on from its checkpoint, and from where.
+
+A run directory stands for one curve. Whatever would bend that curve (recipe, sizes, data, optimizer, schedule, seed)
+must be the same when it is started again; what only looks on or decides where and how often to save may change freely.
+``resume=fork`` takes the checkpoint's weights and goes on under the changed settings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsv3fp8.errors import UserError
+
+# Keys that change no loss of the curve, and groups of such keys.
+FREE_KEYS = {
+    "run_dir",
+    "resume",
+    "data.workers",
+    "training.device",
+    "training.validate_every",
+    "training.validation_batches",
+    "training.log_every",
+    "training.checkpoint_every",
+    "training.keep",
+    "training.max_skipped",
+    "training.profile",
+    "training.deterministic",
+}
+FREE_GROUPS = {"logging"}
+# Where one of these changes, the saved position of the training data says nothing about the new stream.
+DATA_KEYS = ("training.batch", "training.context", "training.seed")
+
+ABSENT = "(absent)"
+
+
+def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved value, current value)} of every setting that differs and can change the curve."""
+    before, after = flatten(saved), flatten(current)
+    changed = {}
+    for key in [*after, *(key for key in before if key not in after)]:
+        values = before.get(key, ABSENT), after.get(key, ABSENT)
+        if key in FREE_KEYS or key.partition(".")[0] in FREE_GROUPS or values[0] == values[1]:
+            continue
+        if key == "model.vocab_size" and after.get(key) is None:
+            continue  # taken from the tokenizer, which the data keys and the corpus's hash stand for
+        changed[key] = values
+    return changed
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"training.steps": 10, …}; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def refuse_changes(run_dir: str, step: int, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise UserError naming every changed key with its old and new value, if there is one."""
+    if changed:
+        listed = ", ".join(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in changed.items())
+        raise UserError(
+            f"run_dir={run_dir} holds step {step} of a run with other settings ({listed}): give the old ones, choose "
+            "another run_dir= or set resume=fork to go on from there with the new ones"
+        )
+
+
+def refuse_other_corpus(run_dir: str, step: int, saved: str | None, current: str | None) -> None:
+    """Raise UserError if the files behind unchanged data settings are others than they were."""
+    if saved != current:
+        raise UserError(
+            f"run_dir={run_dir} holds step {step} of a run on other data (corpus hash {saved} → {current}; its files "
+            "are listed in corpus.json): restore the files, choose another run_dir= or set resume=fork"
+        )
+
+
+def moves_the_data(changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether a fork starts the training data anew, since its saved position belongs to another stream."""
+    return any(key in DATA_KEYS or key.startswith("data.") for key in changed)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
