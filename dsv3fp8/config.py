@@ -9,10 +9,10 @@ complaint is one line.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -30,8 +30,6 @@ from dsv3fp8.training.config import LoggingConfig, OptimizerConfig, ParallelConf
 from dsv3fp8.yaml_text import dump_yaml, explain_yaml_error, read_yaml
 
 GROUPS = ("model", "recipe", "data", "optimizer", "schedule", "parallel", "logging", "experiment")
-RESUME_CHOICES = ("auto", "fork")
-_DATA_PATHS = ("paths", "validation_paths", "cache_dir")
 
 
 @dataclass
@@ -49,17 +47,7 @@ class RunConfig:
     # Where the run writes everything, and what it resumes from; from the directory the command was started in.
     run_dir: str
     # auto: go on from the newest checkpoint of run_dir, if its settings agree. fork: go on with changed settings.
-    resume: str = "auto"
-
-    def validate(self) -> None:
-        """Raise one UserError with what each room has to say against its own settings."""
-        rooms: list[Any] = [self.model, self.recipe, self.data, self.optimizer, self.schedule]
-        rooms += [self.parallel, self.logging, self.training]
-        problems = [line for room in rooms if (line := _complaint(room.validate))]
-        if self.resume not in RESUME_CHOICES:
-            problems.append(f"resume={self.resume} must be one of {', '.join(RESUME_CHOICES)}")
-        if problems:
-            raise UserError("; ".join(problems))
+    resume: Literal["auto", "fork"] = "auto"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers; `RunConfig.from_dict` makes an equal object of them."""
@@ -68,9 +56,7 @@ class RunConfig:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> RunConfig:
         """The typed settings, each checked by its room. Raises UserError with all that is wrong."""
-        config = build(RunConfig, data)
-        config.validate()
-        return config
+        return build(RunConfig, data)
 
     def save(self, path: Path) -> None:
         """Write YAML that `load_saved`, and any other YAML reader, reads back as the same values."""
@@ -184,13 +170,17 @@ def _plain(settings: DictConfig) -> dict[str, Any]:
 
 def _anchored(data: dict[str, Any]) -> dict[str, Any]:
     """Relative paths from the launch directory, so that the saved settings mean the same files from anywhere."""
+    places = [(data, "run_dir")]
     texts = data.get("data")
-    for place, name in ((data, "run_dir"), *((texts, name) for name in _DATA_PATHS if isinstance(texts, dict))):
-        place[name] = _absolute(place.get(name))
-    if isinstance(texts, dict) and str(texts.get("tokenizer")).endswith(".json"):
-        texts["tokenizer"] = _absolute(texts["tokenizer"])
-    if isinstance(texts, dict) and texts.get("dataset") and Path(str(texts["dataset"])).expanduser().exists():
-        texts["dataset"] = _absolute(texts["dataset"])
+    if isinstance(texts, dict):
+        places += [(texts, name) for name in ("paths", "validation_paths", "cache_dir")]
+        if str(texts.get("tokenizer")).endswith(".json"):
+            places.append((texts, "tokenizer"))
+        if texts.get("dataset") and Path(str(texts["dataset"])).expanduser().exists():
+            places.append((texts, "dataset"))
+    for values, name in places:
+        if name in values:
+            values[name] = _absolute(values[name])
     return data
 
 
@@ -198,11 +188,3 @@ def _absolute(path: Any) -> Any:
     if isinstance(path, list):
         return [_absolute(item) for item in path]
     return str(Path(path).expanduser().absolute()) if isinstance(path, str) and path not in ("", MISSING) else path
-
-
-def _complaint(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except UserError as error:
-        return str(error)
-    return ""

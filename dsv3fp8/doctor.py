@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ OPTIONAL = {
     "transformer-engine": "NVIDIA Transformer Engine as a peer to compare with; pip install 'dsv3fp8[te]'",
 }
 OLDEST_FP8 = (8, 9)  # Ada; FP8 tensor cores begin here
+GEMMS = ("fprop", "dgrad", "wgrad")
 GIB = 2**30
 
 
@@ -105,12 +107,25 @@ def packages() -> list[str]:
 
 
 def backends(recipe: "Recipe", device: torch.device) -> list[str]:
-    """One line for each op: the backend it takes on this device, and why."""
+    """For each backend taken on this device, and each reason: the ops."""
     from dsv3fp8.kernels.backend import explain
 
-    rows = [(str(op), str(backend), str(reason)) for op, backend, reason in explain(recipe, device)]
-    wide = max(len(op) for op, _, _ in rows if len(op) <= 30)
-    return [f"{op:<{wide}}  {backend:<10} {reason}" for op, backend, reason in rows]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for op, backend, reason in explain(recipe, device):
+        groups.setdefault((backend, reason), []).append(op)
+    lines = []
+    for (backend, reason), ops in groups.items():
+        lines.append(f"{backend}: {reason}")
+        lines += textwrap.wrap(", ".join(_all_three(ops)), 100, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def _all_three(ops: list[str]) -> list[str]:
+    """`q_a.fprop`, `q_a.dgrad`, `q_a.wgrad` → `q_a`, where all three are there."""
+    linears = [op.removesuffix(".fprop") for op in ops if op.endswith(".fprop")]
+    whole = {linear for linear in linears if {f"{linear}.{gemm}" for gemm in GEMMS} <= set(ops)}
+    names = (op.partition(".")[0] if op.partition(".")[0] in whole else op for op in ops)
+    return list(dict.fromkeys(names))
 
 
 def old_gpu_notice(config: RunConfig) -> str | None:

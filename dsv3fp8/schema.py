@@ -29,7 +29,8 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 def build(cls: type[T], data: Mapping[str, Any]) -> T:
     """An instance of the dataclass `cls` from nested plain values.
 
-    Raises one UserError that lists every unknown, missing and ill-typed key.
+    Raises one UserError that lists every unknown, missing and ill-typed key, and what each class's own `from_dict` or
+    `validate` objects to.
     """
     problems: list[str] = []
     missing: list[str] = []
@@ -198,7 +199,7 @@ def _convert(value: Any, kind: Any, path: str, report: _Report) -> Any:
 
 
 def _dataclass(value: Mapping[str, Any], kind: Any, path: str, report: _Report) -> Any:
-    """A class that has a `from_dict` of its own gets the typed values through it, for what only it can check."""
+    """The typed values, then what only the class can check: through its own `from_dict`, else by its `validate`."""
     prefix = f"{path}." if path else ""
     hints = field_types(kind)
     complaints = len(report.problems) + len(report.missing)
@@ -212,10 +213,12 @@ def _dataclass(value: Mapping[str, Any], kind: Any, path: str, report: _Report) 
     if len(report.problems) + len(report.missing) > complaints:
         return None
     built = kind(**arguments)
-    if not hasattr(kind, "from_dict"):
-        return built
     try:
-        return kind.from_dict(to_plain(built))
+        if path and hasattr(kind, "from_dict"):
+            return kind.from_dict(to_plain(built))
+        if hasattr(kind, "validate"):
+            built.validate()
+        return built
     except UserError as error:
         report.problems.append(str(error))
     return None

@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are left out where there is no CUDA device, by name in the summary as deselected, not as skipped."""
+"""Tests marked `gpu` are left out where there is no CUDA device; the summary counts them as deselected."""
 
 import pytest
 
