@@ -69,7 +69,7 @@ class TrainingConfig:
             problems.append(f"training.clip={self.clip} must be a norm above 0, or 0 for no clipping")
         if self.device not in DEVICES:
             problems.append(f"training.device={self.device} must be one of {', '.join(DEVICES)}")
-        _raise(problems)
+        raise_problems(problems)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class OptimizerConfig:
             )
         if self.moments not in MOMENTS:
             problems.append(f"optimizer.moments={self.moments} must be one of {', '.join(MOMENTS)}")
-        _raise(problems)
+        raise_problems(problems)
 
 
 @dataclass
@@ -131,15 +131,13 @@ class ScheduleConfig:
         if self.name not in SCHEDULES:
             problems.append(f"schedule.name={self.name} must be one of {', '.join(SCHEDULES)}")
         elif self.name != "v3" and self.constant:
-            problems.append(
-                f"schedule.constant={self.constant} means nothing under schedule.name={self.name}: take v3 or 0"
-            )
+            problems.append(f"schedule.constant={self.constant} means nothing under schedule.name={self.name}: take v3 or 0")
         if self.warmup < 0:
             problems.append(f"schedule.warmup={self.warmup} must be at least 0 steps")
         for name in ("constant", "final"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"schedule.{name}={getattr(self, name)} must be a share between 0 and 1")
-        _raise(problems)
+        raise_problems(problems)
 
 
 @dataclass
@@ -168,7 +166,7 @@ class LoggingConfig:
             problems.append(f"logging.wandb={self.wandb} must be one of {', '.join(WANDB_MODES)}")
         if not self.project:
             problems.append("logging.project='' must not be empty")
-        _raise(problems)
+        raise_problems(problems)
 
 
 @dataclass
@@ -184,7 +182,7 @@ class ParallelConfig:
 
     def validate(self) -> None:
         """Raise UserError for anything but one process."""
-        _raise(
+        raise_problems(
             [
                 f"parallel.{name}={getattr(self, name)}: this release trains in one process; set it to 1"
                 for name in ("dp_replicate", "dp_shard", "expert")
@@ -193,6 +191,7 @@ class ParallelConfig:
         )
 
 
-def _raise(problems: list[str]) -> None:
+def raise_problems(problems: list[str]) -> None:
+    """Raise one UserError with all of them, if there are any."""
     if problems:
         raise UserError("; ".join(problems))

@@ -98,8 +98,3 @@ def expert_balance(load: Tensor) -> dict[str, float | None]:
         "expert_load_max": float((shares.amax(dim=-1) * experts).max()),
         "expert_load_entropy": float(entropy.min()),
     }
-
-
-def bits_per_byte(nats_per_token: float, tokens: int, text_bytes: int) -> float:
-    """A loss that does not hang on the tokenizer: bits for each UTF-8 byte of the text that the tokens stand for."""
-    return nats_per_token / math.log(2) * tokens / text_bytes

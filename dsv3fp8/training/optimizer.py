@@ -38,9 +38,7 @@ class AdamW:
                 self.parameters[name] = parameter
                 if group == "decay":
                     self._decayed.add(name)
-        assert len({id(parameter) for parameter in self.parameters.values()}) == len(self.parameters), (
-            "a tied tensor twice"
-        )
+        assert len({id(parameter) for parameter in self.parameters.values()}) == len(self.parameters), "a tied tensor twice"
         dtype = MOMENT_DTYPES[config.moments]
         # Steps taken, which the bias correction of the moments needs; skipped steps are none.
         self.steps = 0

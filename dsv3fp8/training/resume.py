@@ -14,6 +14,7 @@ from dsv3fp8.errors import UserError
 FREE_KEYS = {
     "run_dir",
     "resume",
+    "data.cache_dir",
     "data.workers",
     "training.device",
     "training.validate_every",

@@ -48,9 +48,7 @@ class RunDirectory:
             # Append mode: whoever fails to get the lock must not empty the holder's file.
             self._lock = (self.path / "lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"run_dir={self.path} cannot be written: {error.strerror}; choose another run_dir="
-            ) from error
+            raise UserError(f"run_dir={self.path} cannot be written: {error.strerror}; choose another run_dir=") from error
         try:
             # A POSIX record lock: the kernel drops it when its process ends, however it ends, and data workers that
             # were forked from it do not inherit it. So no lock is ever stale.
@@ -67,9 +65,7 @@ class RunDirectory:
         self._lock.flush()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._lock is not None
         self._lock.close()
 

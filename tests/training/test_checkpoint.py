@@ -40,9 +40,7 @@ def test_the_newest_two_stay_by_step_number_and_stray_files_are_ignored(tmp_path
     assert names(tmp_path) == ["step-00000001", "step-00000950", "step-00001000", "step-foo"]
 
 
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K11: keep=1 must have no moment without a whole checkpoint."""
     save_checkpoint(tmp_path, 1, {"state": {"step": 1}}, keep=1)
     seen = []

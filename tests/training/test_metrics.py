@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.training.metrics import MetricsFile, bits_per_byte, expert_balance, read_metrics
+from dsv3fp8.training.metrics import MetricsFile, expert_balance, read_metrics
 
 
 def test_a_value_that_is_not_finite_is_visible_in_valid_json(tmp_path: Path) -> None:
@@ -78,8 +78,3 @@ def test_expert_load_is_that_of_the_worst_layer() -> None:
 @pytest.mark.parametrize("load", [torch.zeros(0, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)])
 def test_no_tokens_have_no_expert_load(load: torch.Tensor) -> None:
     assert expert_balance(load) == {"expert_load_max": None, "expert_load_entropy": None}
-
-
-def test_bits_per_byte_of_a_uniform_guess_over_bytes_is_eight() -> None:
-    assert bits_per_byte(math.log(256), tokens=1000, text_bytes=1000) == pytest.approx(8.0)
-    assert bits_per_byte(math.log(65536), tokens=500, text_bytes=1000) == pytest.approx(8.0)

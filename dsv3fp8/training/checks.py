@@ -1,0 +1,57 @@
+"""Checks between the rooms: what one of them is told must fit what the others are told, and this machine."""
+
+import dataclasses
+import os
+
+import torch
+
+from dsv3fp8.config import RunConfig
+from dsv3fp8.data.tokenizer import Tokenizer
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.training.config import raise_problems
+
+# A vocabulary taken from the tokenizer is rounded up to a multiple of this, for the sake of the GEMM of the head.
+VOCABULARY_MULTIPLE = 64
+
+
+def validate_run(config: RunConfig) -> None:
+    """Raise UserError with every setting that does not fit another one or this machine. Looks at no file."""
+    training, model = config.training, config.model
+    problems = []
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != "1":
+        problems.append(f"WORLD_SIZE={world}: this release trains in one process; start it without torchrun")
+    if training.context > model.context:
+        problems.append(
+            f"training.context={training.context} is longer than model.context={model.context}, the end of the rope "
+            "table: lower the one or raise the other"
+        )
+    if training.context <= model.mtp_depth:
+        problems.append(
+            f"training.context={training.context} leaves nothing to predict at model.mtp_depth={model.mtp_depth}: raise it"
+        )
+    if training.device == "cuda" and not torch.cuda.is_available():
+        problems.append("training.device=cuda, but torch finds no CUDA GPU: set training.device=cpu or see `dsv3fp8 doctor`")
+    raise_problems(problems)
+
+
+def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with the tokenizer's vocabulary, if it has none of its own; UserError if its own is too small."""
+    if model.vocab_size is None:
+        rounded = -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        return dataclasses.replace(model, vocab_size=rounded)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise_problems(
+            [
+                f"model.vocab_size={model.vocab_size} is below the {tokenizer.vocab_size} ids of the tokenizer "
+                f"{tokenizer.name}: raise it, or set it to null to follow the tokenizer"
+            ]
+        )
+    return model
+
+
+def select_device(name: str) -> torch.device:
+    """The device of training.device; ``auto`` is cuda where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)

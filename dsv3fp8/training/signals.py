@@ -1,0 +1,45 @@
+"""SIGTERM and SIGINT end a run between two steps, with a checkpoint; a second one ends it at once."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SHOW_CURSOR = b"\x1b[?25h"  # a live bar hides it
+
+
+class StopRequest:
+    """While open, the first signal is only remembered in ``signal``. Does nothing outside the main thread."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._remember) for each in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        # os.write, since a signal may arrive in the middle of a print.
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            os.write(2, f"\n{self.signal.name}: saving after this step; once more to stop at once\n".encode())
+            return
+        # Not to be waited for any longer: the kernel ends the process, wherever it is.
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as shells count: 143 for SIGTERM, 130 for SIGINT."""
+        assert self.signal is not None
+        return 128 + self.signal
