@@ -1,0 +1,31 @@
+"""cuDNN attention through PyTorch, forward and backward, so that backward can read another output than forward gave."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """q, k [B, S, H, Dqk], v [B, S, H, Dv], bf16 -> output [B, S, H, Dv], log-sum-exp fp32, and the dropout state."""
+    out, lse, _, _, _, _, seed, offset, _ = _forward(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale
+    )
+    return out.transpose(1, 2), lse, (seed, offset)
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from the output as it was kept."""
+    seed, offset = state
+    none = q.new_empty(0)
+    length = q.shape[1]
+    dq, dk, dv = _backward(
+        dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2), lse,
+        seed, offset, none, none, none, length, length, 0.0, True, scale=scale,
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,0 +1,118 @@
+"""Which backend an op takes, and why. The one place that chooses; `doctor` and every run's manifest ask it.
+
+There is no silent fallback: whatever is taken comes with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.kernels.gemm import cublaslt, reference
+from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, Recipe
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and the reason it was taken."""
+
+    backend: str
+    reason: str
+
+
+taken: Counter[tuple[str, str, str]] = Counter()
+"""(op.gemm, backend, reason) of every GEMM since the process started."""
+
+
+@lru_cache
+def device_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def hopper_reason(device: torch.device) -> str | None:
+    """Why this device has no Hopper tensor cores for block-scaled FP8, or None when it has."""
+    if device.type != "cuda":
+        return f"{device.type} has no FP8 tensor cores"
+    major, minor = device_capability(device.index or 0)
+    if (major, minor) != (9, 0):
+        return f"block-scaled FP8 GEMM needs an sm_90 GPU, this one is sm_{major}{minor}"
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if version < (12, 9):
+        return f"block-scaled FP8 GEMM needs CUDA 12.9, torch was built for {torch.version.cuda}"
+    return None
+
+
+def choose_gemm(a: Operand, b: Operand, accumulator: str | None) -> Choice:
+    """The backend for a @ b^T."""
+    quantized_a, quantized_b = isinstance(a, QuantizedTensor), isinstance(b, QuantizedTensor)
+    if not quantized_a and not quantized_b:
+        return Choice("torch", "not quantized")
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return Choice("reference", "one operand only is quantized")
+    against = hopper_reason(a.codes.device)
+    if against is None and accumulator == "fp32":
+        against = "accumulator: fp32 was asked for"
+    if against is None:
+        against = cublaslt.reason_against(a, b)
+    if against is None:
+        return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128")
+    return Choice("reference", against)
+
+
+def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
+    """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
+    choice = choose_gemm(a, b, spec.accumulator)
+    taken[f"{spec.op}.{gemm}", choice.backend, choice.reason] += 1
+    if choice.backend == "cublaslt":
+        assert isinstance(a, QuantizedTensor)
+        assert isinstance(b, QuantizedTensor)
+        return cublaslt.matmul_nt(a, b, out_dtype)
+    return reference.matmul_nt(a, b, out_dtype)
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> Choice:
+    """The backend of attention. masked: documents are isolated from one another."""
+    if device.type != "cuda":
+        return Choice("reference", f"{device.type}: torch, fp32 softmax")
+    if dtype != torch.bfloat16:
+        return Choice("reference", f"cuDNN attention takes bf16, not {str(dtype).removeprefix('torch.')}")
+    if masked:
+        return Choice("reference", "isolated documents need a mask that is not plain causal")
+    if device_capability(device.index or 0)[0] < 9:
+        return Choice("reference", "cuDNN attention with unequal head sizes needs sm_90")
+    return Choice("cudnn", "cuDNN through PyTorch")
+
+
+def explain(recipe: Recipe, device: torch.device) -> list[tuple[str, str, str]]:
+    """(op, backend, reason) of every op under a recipe on a device, without running anything heavy."""
+    rows = []
+    for op in LINEAR_OPS:
+        spec = recipe.gemm(op)
+        for gemm, (left, right) in {
+            "fprop": (spec.input, spec.weight),
+            "dgrad": (spec.gradient, spec.weight),
+            "wgrad": (spec.gradient, spec.input),
+        }.items():
+            a = _sample(left, device, wgrad=gemm == "wgrad")
+            choice = choose_gemm(a, _sample(right, device, wgrad=gemm == "wgrad"), recipe.accumulator)
+            rows.append((f"{op}.{gemm}", choice.backend, choice.reason))
+    dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
+    attention = choose_attention(device, dtype, masked=False)
+    rows.append(("attention", attention.backend, attention.reason))
+    rows.append(("quantize", "reference", "torch"))
+    rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", "reference", "torch, fp32 arithmetic"))
+    return rows
+
+
+def _sample(spec: object, device: torch.device, wgrad: bool) -> Operand:
+    from dsv3fp8.kernels.quantize.reference import quantize
+    from dsv3fp8.precision.recipe import OperandSpec
+
+    assert isinstance(spec, OperandSpec)
+    x = torch.zeros(128, 128, device=device)
+    return quantize(x, spec.storage, spec.tile_along(1), spec.scale) if spec.quantized else x

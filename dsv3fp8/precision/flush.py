@@ -1,0 +1,45 @@
+"""Counts what quantization flushes to zero, while someone asks. Off (the default) it costs one `is None`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class FlushMeter:
+    """Counts, on the device, nonzero values seen by quantizers and those that became code 0."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    def record(self, values: Tensor, zero_codes: Tensor) -> None:
+        nonzero = values != 0
+        counts = torch.stack((nonzero.sum(), (nonzero & zero_codes).sum()))
+        seen = self._counts.get(values.device)
+        self._counts[values.device] = counts if seen is None else seen + counts
+
+    def share(self) -> float:
+        """Share of nonzero values that were flushed to zero, 0.0 when nothing was quantized."""
+        nonzero = sum(int(c[0]) for c in self._counts.values())
+        return sum(int(c[1]) for c in self._counts.values()) / nonzero if nonzero else 0.0
+
+
+_active: FlushMeter | None = None
+
+
+def active_meter() -> FlushMeter | None:
+    return _active
+
+
+@contextmanager
+def measure_flush() -> Iterator[FlushMeter]:
+    """While open, every quantizer in the process reports to the meter it yields. Changes no bit of any result."""
+    global _active
+    outer, _active = _active, FlushMeter()
+    try:
+        yield _active
+    finally:
+        _active = outer
