@@ -1,0 +1,88 @@
+"""The attention box: causal attention in BF16 with fp32 softmax, its output kept in E5M6 where the recipe says so.
+
+The kept output is what attention's backward reads, and what the out projection's wgrad re-tiles. The out projection's
+forward operand is requantized from the decoded cache (operand: cache) or from the output itself (operand: bf16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.attention import cudnn, reference
+from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
+from dsv3fp8.precision.formats import E5M6
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
+
+
+@dataclass
+class AttentionCall:
+    """scale: the softmax scale; documents: int [B, S] or None; kept: the output as kept, [B * S, H * Dv], set by forward."""
+
+    scale: float
+    documents: Tensor | None
+    cache_format: str
+    output: Tensor | None = None
+    kept: Stash | None = None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        choice = backend.choose_attention(q.device, q.dtype, call.documents is not None)
+        backend.taken["attention", choice.backend, choice.reason] += 1
+        state: tuple[Tensor, ...] = ()
+        if choice.backend == "cudnn":
+            out, lse, state = cudnn.attention_forward(q, k, v, call.scale)
+        else:
+            out, lse = reference.attention_forward(q, k, v, call.scale, call.documents)
+        flat = out.reshape(out.shape[0] * out.shape[1], -1)
+        call.output = flat
+        call.kept = keep(quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat)
+        ctx.save_for_backward(q, k, v, lse, *state, *call.kept.tensors)
+        ctx.call, ctx.n_state = call, len(state)
+        return edge_of(flat.shape, out.dtype, out.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, lse, *rest = ctx.saved_tensors
+        call: AttentionCall = ctx.call
+        assert call.kept is not None
+        kept = values_of(call.kept.restore(tuple(rest[ctx.n_state :])))
+        # E5M6 times a power of two is exact in BF16: the cast changes nothing.
+        out, dout = kept.view_as(v).to(v.dtype), dout.reshape(v.shape)
+        if ctx.n_state:
+            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (rest[0], rest[1]), call.scale)
+        else:
+            dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, call.scale, call.documents)
+        return dq, dk, dv, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor | None, recipe: Recipe, out_proj: LinearQuantizers
+) -> Activation:
+    """q, k [B, S, H, Dqk], v [B, S, H, Dv] -> the out projection's input, [B * S, H * Dv].
+
+    out_proj: the quantizers of the out projection, which mint its operand.
+    """
+    call = AttentionCall(scale, documents, recipe.attention_cache)
+    edge = _Attention.apply(q, k, v, call)
+    assert call.output is not None
+    assert call.kept is not None
+    with torch.no_grad():
+        cache = call.kept.restore(call.kept.tensors)
+        source = values_of(cache) if recipe.operand == "cache" else call.output
+        operand: Operand = out_proj.quantize("input", source, 1)
+        if not isinstance(operand, QuantizedTensor):
+            operand = operand.to(v.dtype)
+    call.output = None  # backward reads what was kept; the output itself need not live that long
+    return Activation(edge, operand, call.kept)

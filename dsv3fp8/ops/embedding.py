@@ -1,0 +1,34 @@
+"""Embedding lookup and the joint of multi-token prediction: both outside FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsv3fp8.ops.stash import edge_of
+from dsv3fp8.ops.weights import compute_dtype
+
+
+def embedding(ids: Tensor, weight: Tensor, compute: str) -> Tensor:
+    """Rows of the FP32 master [V, D] for ids int64 [T], rounded to the compute dtype. Its gradient sums in FP32."""
+    return F.embedding(ids, weight).to(compute_dtype(compute, weight))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.width = left.shape[-1]
+        return edge_of((*left.shape[:-1], left.shape[-1] + right.shape[-1]), left.dtype, left.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad[..., : ctx.width], grad[..., ctx.width :]
+
+
+def join_edges(left: Tensor, right: Tensor) -> Tensor:
+    """The autograd edge of [left | right], without its values."""
+    out: Tensor = _Join.apply(left, right)
+    return out

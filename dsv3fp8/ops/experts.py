@@ -1,0 +1,134 @@
+"""The routed experts, dispatch to combine, forward and backward node by node.
+
+One autograd function, because what travels between its boxes is codes: the gradient that combine's backward dispatches
+is E4M3 on the wire, and no BF16 dY exists behind it. Backward:
+
+    dY -> junction cast (1x128) -> dispatched codes -> down dgrad | wgrad from re-tiled codes
+       -> SwiGLU backward -> dh cast both ways -> gate/up dgrad | wgrad -> dispatch backward: BF16 rows, fp32 sum
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies
+from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
+from dsv3fp8.ops.norm import wide
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.stash import Stash, keep
+from dsv3fp8.ops.swiglu import input_cache, read_input, swiglu_backward, swiglu_forward
+from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import Operand, values_of
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """The non-tensor arguments. x: the dispatch payload [T, D] as the norm emitted it, in token order."""
+
+    x: Operand
+    plan: Plan
+    recipe: Recipe
+    gate_up: LinearQuantizers
+    down: LinearQuantizers
+    gate_up_codes: WeightCodes
+    down_codes: WeightCodes
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Recipes to restore, and how many saved tensors each takes: received payload, SwiGLU input, down's operand."""
+
+    received: Stash
+    cache: Stash
+    operand: Stash | None
+    output: bool
+
+    def split(self, saved: list[Tensor]) -> tuple[Operand, Operand, Operand | None, Tensor | None]:
+        n, m = len(self.received.tensors), len(self.cache.tensors)
+        received = self.received.restore(tuple(saved[:n]))
+        cache = self.cache.restore(tuple(saved[n : n + m]))
+        rest = saved[n + m :]
+        output = rest.pop() if self.output else None
+        return received, cache, self.operand.restore(tuple(rest)) if self.operand else None, output
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:
+        plan, recipe = call.plan, call.recipe
+        received = dispatch(call.x, plan)
+        h = grouped_rows(received, call.gate_up_codes.fprop(w_gate_up), plan, edge.dtype, call.gate_up.gemm, "fprop")
+        cache = input_cache(h, recipe)
+        row_weight = dispatch_copies(weights, plan) if recipe.gate == "before" else None
+        act = swiglu_forward(read_input(h, cache, recipe), edge.dtype, row_weight)
+        operand = call.down.quantize("input", act, 1, groups=plan.groups)
+        out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
+        keep_operand = recipe.swiglu_output == "keep" or recipe.swiglu_input != "cache"
+        kept = _Kept(keep(received), keep(cache), keep(operand) if keep_operand else None, recipe.gate == "after")
+        tensors = [*kept.received.tensors, *kept.cache.tensors, *(kept.operand.tensors if kept.operand else ())]
+        ctx.save_for_backward(weights, w_gate_up, w_down, *tensors, *([out] if kept.output else []))
+        ctx.call, ctx.kept, ctx.dtype = call, kept, edge.dtype
+        return combine(out, plan, weights if recipe.gate == "after" else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weights, w_gate_up, w_down, *saved = ctx.saved_tensors
+        call: ExpertsCall = ctx.call
+        plan, recipe, dtype = call.plan, call.recipe, ctx.dtype
+        received, cache, operand, output = ctx.kept.split(saved)
+        before = recipe.gate == "before"
+        row_weight = dispatch_copies(weights, plan) if before else None
+
+        dout, dweights = _combine_backward(dy.contiguous(), weights, output, call)
+        dact = grouped_rows(dout, call.down_codes.dgrad(w_down), plan, dtype, call.down.gemm, "dgrad")
+        h = values_of(cache)
+        if operand is None:
+            act = swiglu_forward(h, dtype, row_weight)
+            operand = call.down.quantize("input", act, 1, groups=plan.groups)
+        dw_down = grouped_wgrad(
+            call.down.retile("gradient", dout, plan.groups), call.down.retile("input", operand, plan.groups),
+            plan, w_down, call.down.gemm,
+        )  # fmt: skip
+        dh, drow = swiglu_backward(h, dact, dtype, row_weight)
+        if before:
+            assert drow is not None
+            dweights = collect_copies(drow, plan)
+        along_n = call.gate_up.quantize("gradient", dh, 1, col_parts=2, groups=plan.groups)
+        along_tokens = call.gate_up.other_orientation("gradient", dh, along_n, 0, col_parts=2, groups=plan.groups)
+        drows = grouped_rows(along_n, call.gate_up_codes.dgrad(w_gate_up), plan, dtype, call.gate_up.gemm, "dgrad")
+        dw_gate_up = grouped_wgrad(
+            along_tokens, call.gate_up.retile("input", received, plan.groups), plan, w_gate_up, call.gate_up.gemm
+        )
+        return combine(drows, plan), dweights, dw_gate_up, dw_down, None
+
+
+def _combine_backward(dy: Tensor, weights: Tensor, output: Tensor | None, call: ExpertsCall) -> tuple[Operand, Tensor | None]:
+    """The gradient of every row as it arrives, and with `gate: after` the gate weights' gradient."""
+    plan = call.plan
+    if call.recipe.gate == "before":
+        return dispatch(call.down.quantize("gradient", dy, 1), plan), None
+    assert output is not None
+    rows = wide(dy)[plan.token]
+    dweights = collect_copies((rows * wide(output)).sum(-1), plan)
+    weighted = rows * dispatch_copies(weights, plan)[:, None]
+    # Each copy of dY * gate is cast before it travels; what leaves is per copy, so it is already in row order.
+    return call.down.quantize(
+        "gradient", weighted.to(dy.dtype) if not call.down.gemm.gradient.quantized else weighted, 1
+    ), dweights
+
+
+def routed_experts(edge: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:
+    """Routed part of the MoE [T, D].
+
+    edge: autograd edge of the payload, in the compute dtype. weights: gate weights fp32 [T, K].
+    w_gate_up: fp32 masters [E, 2F, D]; w_down: [E, D, F].
+    """
+    out: Tensor = _RoutedExperts.apply(edge, weights, w_gate_up, w_down, call)
+    return out

@@ -1,0 +1,86 @@
+"""The linear box: fprop, dgrad and wgrad of y = x W^T, each GEMM on operands quantized as the recipe says.
+
+Forward reads x's operand and the weight codes. Backward quantizes dY along N for dgrad and along tokens for wgrad;
+wgrad re-tiles what was kept of x. Weight gradients are FP32 and leave finished, so that they are added once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsv3fp8.kernels.backend import matmul_nt
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.ops.weights import WeightCodes, compute_dtype
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The non-tensor arguments of one call. out_parts: parts of the output features tiled on their own (gate, up)."""
+
+    x: Activation
+    quantizers: LinearQuantizers
+    codes: WeightCodes
+    out_parts: int
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, weight: Tensor, residual: Tensor | None, call: LinearCall) -> Tensor:
+        gemm = call.quantizers.gemm
+        out_dtype = compute_dtype(gemm.compute, weight)
+        wide = torch.promote_types(out_dtype, torch.float32)
+        product = matmul_nt(
+            call.x.operand, call.codes.fprop(weight), wide if residual is not None else out_dtype, gemm, "fprop"
+        )
+        if residual is not None:  # added in fp32, one rounding
+            product = (product + residual.to(wide)).to(out_dtype)
+        ctx.save_for_backward(weight, *call.x.stash.tensors)
+        ctx.call = call
+        ctx.edge_dtype = edge.dtype
+        ctx.has_residual = residual is not None
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        weight, *stash = ctx.saved_tensors
+        call: LinearCall = ctx.call
+        quantizers, gemm = call.quantizers, call.quantizers.gemm
+        dy = dy.contiguous()
+        along_n = quantizers.quantize("gradient", dy, 1, col_parts=call.out_parts)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul_nt(along_n, call.codes.dgrad(weight), ctx.edge_dtype, gemm, "dgrad")
+        if ctx.needs_input_grad[1]:
+            along_tokens = quantizers.other_orientation("gradient", dy, along_n, 0, col_parts=call.out_parts)
+            kept = quantizers.retile("input", call.x.stash.restore(tuple(stash)))
+            dw = matmul_nt(transposed(along_tokens), transposed(kept), weight.dtype, gemm, "wgrad")
+        return dx, dw, dy if ctx.has_residual else None, None
+
+
+def linear(
+    x: Activation,
+    weight: Tensor,
+    quantizers: LinearQuantizers,
+    codes: WeightCodes,
+    *,
+    residual: Tensor | None = None,
+    out_parts: int = 1,
+) -> Tensor:
+    """y [T, N] = x [T, K] @ W [N, K]^T (+ residual [T, N], added in fp32 before the one rounding).
+
+    weight: the FP32 master. The gradient of x comes in the dtype of x's edge: FP32 where it is summed with others.
+    """
+    y: Tensor = _Linear.apply(x.edge, weight, residual, LinearCall(x, quantizers, codes, out_parts))
+    return y
+
+
+def transposed(operand: Operand) -> Operand:
+    return operand.transposed() if isinstance(operand, QuantizedTensor) else operand.mT

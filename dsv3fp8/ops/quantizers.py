@@ -1,0 +1,117 @@
+"""Quantizers of one linear: where a scale comes from (this tensor, the last steps, a calibration) and what is kept of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv3fp8.kernels.quantize.reference import quantize, retile, scale_from_amax
+from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+
+
+class ScaleState(nn.Module):
+    """Amax history of delayed scaling, or the calibrated amax of static scaling, for one role of one linear.
+
+    Buffers are fp32 and travel in the checkpoint. `experts` > 0 keeps one scale per expert instead of one per tensor.
+    history: the largest |x| of the last steps, newest first; static scaling keeps one running maximum and a step count.
+    """
+
+    history: Tensor
+    current: Tensor
+    steps: Tensor
+
+    def __init__(self, spec: OperandSpec, recipe: Recipe, experts: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.calibration_steps = recipe.calibration_steps
+        length = recipe.amax_history if spec.scaling == "delayed" else 1
+        self.register_buffer("history", torch.zeros(length, max(experts, 1)))
+        self.register_buffer("current", torch.zeros(max(experts, 1)), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """The scale to use now, [experts or 1], given this tensor's amax; observes amax while training."""
+        if self.training:
+            self.current.copy_(torch.maximum(self.current, amax.detach()))
+        known = self.history.amax(0)
+        calibrating = self.spec.scaling == "static" and self.steps < self.calibration_steps
+        # Before there is a history (and while calibrating) the tensor's own amax serves.
+        chosen = torch.where((known == 0) | calibrating, amax, known)
+        scale = scale_from_amax(chosen, self.spec.storage, self.spec.scale)
+        return torch.where(torch.isfinite(amax), scale, torch.nan)
+
+    @torch.no_grad()
+    def end_step(self, applied: bool) -> None:
+        """Once per optimizer step; a skipped step leaves no trace."""
+        if applied:
+            if self.spec.scaling == "delayed":
+                self.history.copy_(torch.cat((self.current[None], self.history[:-1])))
+            else:
+                frozen = self.steps >= self.calibration_steps
+                self.history.copy_(torch.where(frozen, self.history, torch.maximum(self.history, self.current[None])))
+            self.steps += 1
+        self.current.zero_()
+
+
+class LinearQuantizers(nn.Module):
+    """The three quantizers of one linear op, resolved from the recipe.
+
+    experts: number of experts whose tensors never share a scale (0 for a plain linear).
+    per_expert: the roles that are born inside the experts; the others are quantized before they are dispatched.
+    """
+
+    def __init__(self, recipe: Recipe, op: str, experts: int = 0, per_expert: tuple[str, ...] = ("weight",)) -> None:
+        super().__init__()
+        self.gemm: GemmSpec = recipe.gemm(op)
+        self.states = nn.ModuleDict()
+        for role in ROLES:
+            spec: OperandSpec = getattr(self.gemm, role)
+            if spec.quantized and spec.scaling != "current":
+                self.states[role] = ScaleState(spec, recipe, experts if role in per_expert else 0)
+
+    def quantize(
+        self, role: str, x: Tensor, k_axis: int, *, row_parts: int = 1, col_parts: int = 1, groups: Tensor | None = None
+    ) -> Operand:
+        """x as the GEMM operand of `role`, K along axis 1 or 0; x itself where the recipe does not quantize.
+
+        groups: the expert of each block of 128 rows, for tensors born inside the experts.
+        """
+        spec: OperandSpec = getattr(self.gemm, role)
+        if not spec.quantized:
+            return x
+        tile = spec.tile_along(k_axis)
+        scale = None
+        if role in self.states:
+            scale = self._kept_scale(role, x, groups)
+        return quantize(x, spec.storage, tile, spec.scale, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
+
+    def other_orientation(self, role: str, x: Tensor, quantized: Operand, k_axis: int, **parts: int | Tensor | None) -> Operand:
+        """x quantized along another axis; the same codes where they serve both."""
+        if not isinstance(quantized, QuantizedTensor) or getattr(self.gemm, role).one_orientation:
+            return quantized
+        return self.quantize(role, x, k_axis, **parts)  # type: ignore[arg-type]
+
+    def retile(self, role: str, kept: Operand, groups: Tensor | None = None) -> Operand:
+        """A kept operand with its rows as the wgrad's K (128x1 tiles), from its codes, never from a lost original."""
+        spec: OperandSpec = getattr(self.gemm, role)
+        if not isinstance(kept, QuantizedTensor):
+            return kept
+        tile = spec.tile_along(0)
+        serves = spec.one_orientation and kept.tile == tile and kept.format is spec.storage
+        if serves and (groups is None or spec.tile == "128x128"):
+            return kept
+        return retile(kept, tile, self.gemm.retiled_scale, fmt=spec.storage, groups=groups)
+
+    def _kept_scale(self, role: str, x: Tensor, groups: Tensor | None) -> Tensor:
+        state = self.states[role]
+        assert isinstance(state, ScaleState)
+        amax = x.detach().abs().float()
+        if groups is not None:
+            blocks = amax.reshape(-1, 128 * x.shape[-1]).amax(-1)
+            per_expert = amax.new_zeros(state.history.shape[1]).scatter_reduce(0, groups, blocks, "amax")
+            return state.scale(per_expert)[groups][:, None]
+        if x.dim() > 2:  # weights of experts [E, N, K]
+            return state.scale(amax.flatten(1).amax(1)).reshape(-1, 1, 1)
+        largest = amax.amax().reshape(1) if amax.numel() else amax.new_zeros(1)
+        return state.scale(largest).reshape(1, 1)

@@ -1,0 +1,30 @@
+"""The residual junction: x1 + routed + shared in fp32, in that order, with one rounding. Every branch's gradient is dY."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.ops.norm import wide
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *branches: Tensor) -> Tensor:
+        ctx.dtypes = [t.dtype for t in (x, *branches)]
+        total = wide(x)
+        for branch in branches:
+            total = total + wide(branch)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(dy.to(dtype) for dtype in ctx.dtypes)
+
+
+def residual_sum(x: Tensor, *branches: Tensor) -> Tensor:
+    """x + branches, summed in fp32 in the order given, rounded once to x's dtype."""
+    out: Tensor = _Sum.apply(x, *branches)
+    return out

@@ -1,0 +1,78 @@
+"""Weight codes: made once per optimizer step from the FP32 master, never older than it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+
+
+@dataclass
+class _Cached:
+    version: int
+    pointer: int
+    fprop: Operand
+    dgrad: Operand | None = None
+
+
+class WeightCodes:
+    """What fprop and dgrad read of one weight [N, K] (or of E experts' [E, N, K]).
+
+    The codes are kept until the master changes: in-place updates (optimizer, load_state_dict) move its version, and
+    `invalidate` is called after every step and load for changes that autograd's counter does not see.
+    """
+
+    def __init__(self, quantizers: LinearQuantizers, row_parts: int = 1) -> None:
+        self.quantizers = quantizers
+        self.row_parts = row_parts
+        self._cached: _Cached | None = None
+
+    def fprop(self, weight: Tensor) -> Operand:
+        """W as fprop's operand: [..., N, K], tiled along K."""
+        return self._fresh(weight).fprop
+
+    def dgrad(self, weight: Tensor) -> Operand:
+        """W^T as dgrad's operand: [..., K, N], tiled along N; fprop's codes with the transposed scale grid if they serve."""
+        cached = self._fresh(weight)
+        if cached.dgrad is None:
+            spec = self.quantizers.gemm.weight
+            operand = cached.fprop
+            if isinstance(operand, QuantizedTensor) and not spec.one_orientation:
+                operand = self._quantize(weight, k_axis=0)
+            cached.dgrad = _transposed(operand)
+        return cached.dgrad
+
+    def invalidate(self) -> None:
+        self._cached = None
+
+    def _fresh(self, weight: Tensor) -> _Cached:
+        cached = self._cached
+        if cached is None or cached.version != weight._version or cached.pointer != weight.data_ptr():
+            cached = _Cached(weight._version, weight.data_ptr(), self._quantize(weight, k_axis=1))
+            self._cached = cached
+        return cached
+
+    def _quantize(self, weight: Tensor, k_axis: int) -> Operand:
+        with torch.no_grad():
+            gemm = self.quantizers.gemm
+            if not gemm.weight.quantized:
+                return weight.detach().to(compute_dtype(gemm.compute, weight))
+            return self.quantizers.quantize("weight", weight.detach(), k_axis, row_parts=self.row_parts)
+
+
+def compute_dtype(name: str, like: Tensor) -> torch.dtype:
+    """The dtype of the recipe's `compute`; float64 masters (tests) compute in float64."""
+    if like.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def _transposed(operand: Operand) -> Operand:
+    if not isinstance(operand, QuantizedTensor):
+        return operand.mT
+    seen = operand.transposed()
+    return replace(seen, codes=seen.codes.contiguous(), scale=seen.scale.contiguous())
