@@ -1,0 +1,65 @@
+"""Multi-head latent attention (report §2.1.1, Eq. 1-11).
+
+c_q = W_qa x            q = W_qb norm(c_q)            (no query latent: q = W_q x)
+[c_kv, k_rope] = W_kva x,   [k_nope, v] = W_kvb norm(c_kv)
+x + W_o attention(rope(q), [k_nope, rope(k_rope)], v)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint, widened
+from dsv3fp8.model.rope import softmax_scale
+from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.ops.attention import attention
+from dsv3fp8.ops.rope import mla_rope
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.precision.recipe import Recipe
+
+
+class Attention(Masters):
+    """Attention norm, MLA and the residual: x0 [T, D] -> x1 [T, D]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.config, self.recipe = config, recipe
+        heads, dim = config.heads, config.dim
+        self.norm = RMSNorm(dim, config.norm_eps)
+        if config.q_latent is None:
+            self.q = Linear(recipe, "q", dim, heads * config.head_qk)
+        else:
+            self.q_a = Linear(recipe, "q_a", dim, config.q_latent)
+            self.q_norm = RMSNorm(config.q_latent, config.norm_eps)
+            self.q_b = Linear(recipe, "q_b", config.q_latent, heads * config.head_qk)
+        self.kv_a = Linear(recipe, "kv_a", dim, config.kv_latent + config.head_rope)
+        self.kv_norm = RMSNorm(config.kv_latent, config.norm_eps)
+        self.kv_b = Linear(recipe, "kv_b", config.kv_latent, heads * (config.head_nope + config.head_v))
+        self.out = Linear(recipe, "out", heads * config.head_v, dim)
+        self.scale = softmax_scale(config)
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        config = self.config
+        first_q = self.q if config.q_latent is None else self.q_a
+        rail, y, edges = self.norm(x, (widened(x.dtype), widened(x.dtype)))
+        for_q, for_kv = mint(y, [first_q.quantizers, self.kv_a.quantizers])
+        q = first_q(Activation(edges[0], for_q))
+        if config.q_latent is not None:
+            q = self._up(q, self.q_norm, self.q_b)
+        c_kv, k_rope = self.kv_a(Activation(edges[1], for_kv)).split([config.kv_latent, config.head_rope], -1)
+        kv = self._up(c_kv, self.kv_norm, self.kv_b)
+        q, k, v = mla_rope(
+            q.view(*sequences.shape, config.heads, config.head_qk),
+            kv.view(*sequences.shape, config.heads, config.head_nope + config.head_v),
+            k_rope.reshape(*sequences.shape, config.head_rope),
+            sequences.cos,
+            sequences.sin,
+        )
+        heads = attention(q, k, v, self.scale, sequences.documents, self.recipe, self.out.quantizers)
+        return self.out(heads, residual=rail)
+
+    @staticmethod
+    def _up(latent: Tensor, norm: RMSNorm, up: Linear) -> Tensor:
+        _, y, edges = norm(latent, (latent.dtype,))
+        return up(Activation(edges[0], mint(y, [up.quantizers])[0]))

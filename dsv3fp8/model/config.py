@@ -1,0 +1,143 @@
+"""Sizes of a model, one dataclass; the presets are configs/model/*.yaml."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv3fp8.errors import UserError
+
+
+@dataclass
+class YarnConfig:
+    """YaRN for contexts above the original length; factor 1 means plain RoPE.
+
+    The softmax scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2, cos and sin by the ratio of the two
+    mscale terms. Both apply, like the frequencies, only where model.context exceeds original_context.
+    """
+
+    factor: float = 1.0
+    original_context: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+
+@dataclass
+class ModelConfig:
+    """Every size of a DeepSeek-V3-style model."""
+
+    name: str = "custom"
+    vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
+    dim: int = 256
+    layers: int = 4
+    dense_layers: int = 1  # the first k layers have a dense FFN
+    heads: int = 4
+    q_latent: int | None = 128  # null: queries come straight from the hidden state
+    kv_latent: int = 64
+    head_nope: int = 32
+    head_rope: int = 16
+    head_v: int = 32
+    ffn: int = 512  # hidden size of the dense FFN
+    expert_ffn: int = 128
+    experts: int = 8
+    top_k: int = 2
+    shared_experts: int = 1
+    groups: int = 1
+    kept_groups: int = 1
+    score: str = "sigmoid"  # sigmoid (V3) | softmax (V2)
+    normalize: bool = True  # gate weights sum to route_scale
+    route_scale: float = 1.0
+    bias_update_speed: float = 1e-3  # auxiliary-loss-free balancing; 0 freezes the bias
+    balance_loss: float = 1e-4  # alpha of the sequence-wise balance loss
+    mtp_depth: int = 0
+    mtp_weight: float = 0.3
+    tied_head: bool = False
+    norm_eps: float = 1e-6
+    context: int = 4096  # longest sequence the rope table covers
+    rope_theta: float = 10000.0
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+    init_std: float = 0.006
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> ModelConfig:
+        data = dict(data)
+        if isinstance(data.get("yarn"), dict):
+            data["yarn"] = YarnConfig(**data["yarn"])
+        config = ModelConfig(**data)
+        config.validate()
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def head_qk(self) -> int:
+        return self.head_nope + self.head_rope
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with routed experts, the MTP blocks included."""
+        return self.layers - self.dense_layers + (self.mtp_depth if self.has_experts else 0)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.dense_layers < self.layers
+
+    def validate(self) -> None:
+        """Refuses impossible sizes in one line that names the keys."""
+        for key in ("dim", "layers", "heads", "kv_latent", "head_nope", "head_rope", "head_v", "ffn", "context"):
+            _at_least(key, getattr(self, key), 1)
+        for key in ("dense_layers", "shared_experts", "mtp_depth"):
+            _at_least(key, getattr(self, key), 0)
+        for optional in ("vocab_size", "q_latent"):
+            if getattr(self, optional) is not None:
+                _at_least(optional, getattr(self, optional), 1)
+        for key in ("bias_update_speed", "balance_loss", "mtp_weight", "init_std"):
+            _not_negative(key, getattr(self, key))
+        if not self.norm_eps > 0 or not self.rope_theta > 0:
+            raise UserError(f"model.norm_eps={self.norm_eps}, model.rope_theta={self.rope_theta}: both must be above 0")
+        if self.head_rope % 2:
+            raise UserError(f"model.head_rope={self.head_rope}: RoPE rotates pairs; give an even number")
+        if self.dense_layers > self.layers:
+            raise UserError(f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}: lower it")
+        if self.score not in ("sigmoid", "softmax"):
+            raise UserError(f"model.score={self.score}: choose sigmoid or softmax")
+        if self.has_experts:
+            self._validate_experts()
+        yarn = self.yarn
+        if yarn.factor < 1 or yarn.original_context < 1:
+            raise UserError(
+                f"model.yarn.factor={yarn.factor}, model.yarn.original_context={yarn.original_context}: give 1 or more"
+            )
+        if yarn.factor > 1 and self.context > yarn.factor * yarn.original_context:
+            raise UserError(
+                f"model.context={self.context} exceeds model.yarn.factor * original_context = "
+                f"{yarn.factor * yarn.original_context:g}: raise model.yarn.factor or lower model.context"
+            )
+
+    def _validate_experts(self) -> None:
+        for key in ("experts", "expert_ffn", "top_k", "groups", "kept_groups"):
+            _at_least(key, getattr(self, key), 1)
+        if self.experts % self.groups:
+            raise UserError(f"model.experts={self.experts} is not divisible by model.groups={self.groups}: change either")
+        if self.kept_groups > self.groups:
+            raise UserError(f"model.kept_groups={self.kept_groups} exceeds model.groups={self.groups}: lower it")
+        reachable = self.experts // self.groups * self.kept_groups
+        if self.top_k > reachable:
+            raise UserError(
+                f"model.top_k={self.top_k} exceeds the {reachable} experts that model.kept_groups={self.kept_groups} leaves: "
+                "lower model.top_k or keep more groups"
+            )
+
+
+def _at_least(key: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"model.{key}={value}: give a whole number, {least} or more")
+
+
+def _not_negative(key: str, value: float) -> None:
+    if not value >= 0:
+        raise UserError(f"model.{key}={value}: give 0 or more")

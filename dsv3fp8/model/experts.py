@@ -1,0 +1,70 @@
+"""DeepSeekMoE (report §2.1.2): shared expert, routed experts and the router behind the FFN norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.feed_forward import FeedForward
+from dsv3fp8.model.linear import Masters, RMSNorm, mint, widened
+from dsv3fp8.model.router import Router
+from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.ops.exchange import make_plan
+from dsv3fp8.ops.experts import ExpertsCall, routed_experts
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.residual import residual_sum
+from dsv3fp8.ops.router import balance_loss
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision.recipe import Recipe
+
+
+class RoutedExperts(Masters):
+    """E SwiGLU experts as two stacks of masters: gate_up [E, 2F, D] (gate rows first) and down [E, D, F]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        count, hidden, dim = config.experts, config.expert_ffn, config.dim
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * hidden, dim))
+        self.down = nn.Parameter(torch.empty(count, dim, hidden))
+        # What is born inside the experts keeps a scale per expert; what is dispatched was cast before.
+        self.gate_up_quantizers = LinearQuantizers(recipe, "expert_gate_up", count, per_expert=("weight", "gradient"))
+        self.down_quantizers = LinearQuantizers(recipe, "expert_down", count, per_expert=("weight", "input"))
+        self.gate_up_codes = WeightCodes(self.gate_up_quantizers, row_parts=2)
+        self.down_codes = WeightCodes(self.down_quantizers)
+
+
+class MoELayer(Masters):
+    """FFN norm, router, routed and shared experts and the residual: x1 [T, D] -> x2 [T, D]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.config, self.recipe = config, recipe
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.router = Router(config)
+        self.experts = RoutedExperts(config, recipe)
+        self.shared = (
+            FeedForward(recipe, config.dim, config.shared_experts * config.expert_ffn, "shared_")
+            if config.shared_experts
+            else None
+        )
+
+    def forward(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """(x2, the sequence-wise balance loss summed over sequences, without its factor)."""
+        config, experts = self.config, self.experts
+        # The order in which the readers' gradients are summed: dispatch, shared expert, router.
+        rail, y, edges = self.norm(x, (x.dtype, x.dtype, widened(x.dtype)))
+        readers = [experts.gate_up_quantizers] + ([self.shared.gate_up.quantizers] if self.shared else [])
+        payload, *for_shared = mint(y, readers)
+        routing = self.router(edges[2], y, x, self.norm.weight, sequences.real)
+        plan = make_plan(routing.ids, config.experts, sequences.real)
+        call = ExpertsCall(
+            payload, plan, self.recipe, experts.gate_up_quantizers, experts.down_quantizers,
+            experts.gate_up_codes, experts.down_codes,
+        )  # fmt: skip
+        branches = [routed_experts(edges[0], routing.weights, experts.gate_up, experts.down, call)]
+        if self.shared is not None:
+            branches.append(self.shared(Activation(edges[1], for_shared[0])))
+        balance = balance_loss(routing.scores, config.top_k, sequences.shape[0], sequences.real)
+        return residual_sum(rail, *branches), balance

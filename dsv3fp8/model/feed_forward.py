@@ -1,0 +1,40 @@
+"""SwiGLU feed-forward: the dense layers' FFN and the shared expert."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint
+from dsv3fp8.ops.residual import residual_sum
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.ops.swiglu import swiglu
+from dsv3fp8.precision.recipe import Recipe
+
+
+class FeedForward(Masters):
+    """W_down (silu(W_gate x) * W_up x), [T, D] -> [T, D]. prefix: "" for dense layers, "shared_" for the shared expert."""
+
+    def __init__(self, recipe: Recipe, dim: int, hidden: int, prefix: str = "") -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.gate_up = Linear(recipe, f"{prefix}gate_up", dim, 2 * hidden, parts=2)
+        self.down = Linear(recipe, f"{prefix}down", hidden, dim)
+
+    def forward(self, x: Activation) -> Tensor:
+        out: Tensor = self.down(swiglu(self.gate_up(x), self.recipe, self.down.quantizers))
+        return out
+
+
+class DenseLayer(Masters):
+    """FFN norm, dense FFN and the residual: x1 [T, D] -> x2 [T, D]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = FeedForward(recipe, config.dim, config.ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rail, y, edges = self.norm(x, (x.dtype,))
+        operand = mint(y, [self.ffn.gate_up.quantizers])[0]
+        return residual_sum(rail, self.ffn(Activation(edges[0], operand)))

@@ -1,0 +1,37 @@
+"""Multi-token prediction (report §2.2, Eq. 21-25): module d predicts token i + d + 1 from the depth before and token i + d.
+
+The projection reads [norm(hidden); norm(embedding)], in the report's order, in the compute dtype (never FP8). The hidden
+state is taken before the final norm. Embedding and output head are the main model's; each module has its own last norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.model.block import Block
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Linear, Masters, RMSNorm
+from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.ops.embedding import join_edges
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.precision.recipe import Recipe
+
+
+class MultiTokenModule(Masters):
+    """One depth: hidden [T, D] of the depth before and embedding [T, D] of the token ahead -> hidden [T, D]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
+        self.embedding_norm = RMSNorm(config.dim, config.norm_eps)
+        self.projection = Linear(recipe, "mtp_projection", 2 * config.dim, config.dim)
+        self.block = Block(config, recipe, dense=not config.has_experts)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
+        _, left, (left_edge,) = self.hidden_norm(hidden, (hidden.dtype,))
+        _, right, (right_edge,) = self.embedding_norm(embedded, (embedded.dtype,))
+        joined = Activation(join_edges(left_edge, right_edge), torch.cat((left, right), -1))
+        out: tuple[Tensor, Tensor | None] = self.block(self.projection(joined), sequences)
+        return out

@@ -1,0 +1,42 @@
+"""The router: which experts a token goes to, and the bias that keeps their loads level without a loss term."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Masters
+from dsv3fp8.ops.router import Routing, affinity, expert_counts, gate_weights, router_logits, select_experts
+
+
+class Router(Masters):
+    """FP32 weight [E, D]; `bias` fp32 [E] selects, never weighs; `load` int64 [E] counts this optimizer step's tokens."""
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, edge: Tensor, y: Tensor, x: Tensor, gamma: Tensor, real: Tensor | None) -> Routing:
+        """Routes the norm output y [T, D] = norm(x, gamma); edge: its fp32 autograd edge; real: False for padding."""
+        config = self.config
+        scores = affinity(router_logits(edge, self.weight, y, x, gamma, config.norm_eps), config.score)
+        ids = select_experts(scores.detach(), self.bias, config.top_k, config.groups, config.kept_groups)
+        if self.training and torch.is_grad_enabled():
+            self.load += expert_counts(ids, config.experts, real)
+        return Routing(ids, gate_weights(scores, ids, config.normalize, config.route_scale), scores)
+
+    @torch.no_grad()
+    def end_step(self, applied: bool) -> None:
+        """Sign rule, once per optimizer step: overloaded experts lose bias_update_speed, underloaded ones gain it."""
+        if applied and self.config.bias_update_speed > 0:
+            # sign(mean - load) in integers: exact, and equal wherever the counts are.
+            excess = self.load.sum() - self.load * self.config.experts
+            self.bias += self.config.bias_update_speed * torch.sign(excess).to(self.bias.dtype)
+        self.load.zero_()

@@ -1,0 +1,183 @@
+"""The whole model: embedding, blocks, final norm, output head, multi-token prediction, and what a training loop asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv3fp8.errors import UserError
+from dsv3fp8.model.block import Block
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Masters, RMSNorm
+from dsv3fp8.model.manifest import precision_manifest
+from dsv3fp8.model.multi_token import MultiTokenModule
+from dsv3fp8.model.router import Router
+from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.model.sizes import flops_per_token, parameter_counts
+from dsv3fp8.model.targets import Totals, count_targets, targets_at
+from dsv3fp8.ops.cross_entropy import cross_entropy, head_logits
+from dsv3fp8.ops.embedding import embedding
+from dsv3fp8.ops.quantizers import ScaleState
+from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums over one micro-batch, fp32 scalars: next-token loss, MTP losses per depth, balance loss over sequences.
+
+    totals: what the sums range over.
+    """
+
+    loss: Tensor
+    mtp: tuple[Tensor, ...]
+    balance: Tensor
+    totals: Totals
+
+
+class Transformer(Masters):
+    """A DeepSeek-V3-style model under a recipe. Its parameters are the FP32 masters.
+
+    config.vocab_size must be set. Build it under `torch.device("meta")` to look at sizes without memory; call
+    `initialize` before training.
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__()
+        config.validate()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size=null: a run takes it from its tokenizer; give a number to build without one")
+        self.config, self.recipe, self.vocab_size = config, recipe, config.vocab_size
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.layers = nn.ModuleList(Block(config, recipe, dense=i < config.dense_layers) for i in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        if not config.tied_head:
+            self.head = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.mtp = nn.ModuleList(MultiTokenModule(config, recipe) for _ in range(config.mtp_depth))
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding if self.config.tied_head else self.head
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Losses:
+        """Losses of windows tokens int64 [B, S + 1]; documents int [B, S + 1] isolates documents, -1 is padding."""
+        inputs = tokens[:, :-1]
+        sequences = Sequences.of(self.config, inputs, None if documents is None else documents[:, :-1])
+        x, balances = self._blocks(inputs, sequences)
+        hidden, y, (edge,) = self.norm(x, (x.dtype,))
+        loss = self._loss(edge, y, targets_at(tokens, documents, 0))
+        mtp = []
+        for depth, module in enumerate(self.mtp, start=1):
+            assert isinstance(module, MultiTokenModule)
+            batch, length = sequences.shape
+            ahead = sequences.first(length - 1)
+            hidden = hidden.view(batch, length, -1)[:, :-1].reshape(batch * (length - 1), -1)
+            embedded = self._embed(inputs[:, depth:])
+            hidden, balance = module(hidden, embedded, ahead)
+            balances.append(balance)
+            hidden, y, (edge,) = module.norm(hidden, (hidden.dtype,))
+            mtp.append(self._loss(edge, y, targets_at(tokens, documents, depth)))
+            sequences = ahead
+        given = [b for b in balances if b is not None]
+        balance_sum = torch.stack(given).sum() if given else torch.zeros((), device=tokens.device)
+        return Losses(loss, tuple(mtp), balance_sum, count_targets(tokens, documents, self.config.mtp_depth))
+
+    def objective(self, losses: Losses, totals: Totals) -> Tensor:
+        """The scalar to differentiate: this micro-batch's share of the optimizer step whose sums range over `totals`.
+
+        Token-weighted means for the next token and each depth, sequence-weighted for the balance loss, so that any split
+        into micro-batches gives the same gradient. Parts without a valid target contribute 0.
+        """
+        config = self.config
+        total = losses.loss / max(totals.targets, 1)
+        for loss, count in zip(losses.mtp, totals.mtp, strict=True):
+            total = total + loss * (config.mtp_weight / len(losses.mtp) / max(count, 1))
+        return total + losses.balance * (config.balance_loss / max(totals.sequences, 1))
+
+    def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Next-token logits fp32 [B, S, V] of ids [B, S], without gradients: for sampling and inspection."""
+        with torch.no_grad():
+            sequences = Sequences.of(self.config, tokens, documents)
+            x, _ = self._blocks(tokens, sequences)
+            _, y, _ = self.norm(x, ())
+            return head_logits(y, self.head_weight, self.recipe.compute).view(*tokens.shape, -1)
+
+    def _blocks(self, inputs: Tensor, sequences: Sequences) -> tuple[Tensor, list[Tensor | None]]:
+        x = self._embed(inputs)
+        balances: list[Tensor | None] = []
+        for block in self.layers:
+            x, balance = block(x, sequences)
+            balances.append(balance)
+        return x, balances
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return embedding(ids.flatten(), self.embedding, self.recipe.compute)
+
+    def _loss(self, edge: Tensor, y: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(edge, y, self.head_weight, targets.flatten(), self.recipe.compute).sum()
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """V3 initialization: matrices normal(0, init_std), norms one, biases and scale histories zero.
+
+        Drawn on the CPU in the order of the parameters, so that every device starts from the same bits.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                draw = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(draw.normal_(0.0, self.config.init_std, generator=generator))
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.invalidate_codes()
+
+    def end_step(self, applied: bool) -> None:
+        """Once per optimizer step: bias update and amax histories if it was applied, forgotten if it was skipped."""
+        for module in self.modules():
+            if isinstance(module, (Router, ScaleState)):
+                module.end_step(applied)
+        self.invalidate_codes()
+
+    def invalidate_codes(self) -> None:
+        """Drops every cached weight code; they are made again from the masters when next read."""
+        for module in self.modules():
+            for value in vars(module).values():
+                if isinstance(value, WeightCodes):
+                    value.invalidate()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; refuses a non-finite router bias, which would route at random, by name."""
+        for name, value in state_dict.items():
+            if name.endswith("router.bias") and not torch.isfinite(value).all():
+                raise UserError(f"{name} holds NaN or inf: the checkpoint is damaged; load an older one")
+        result = super().load_state_dict(state_dict, strict, assign)
+        self.invalidate_codes()
+        return result
+
+    def expert_load(self) -> Tensor:
+        """Tokens per expert in this optimizer step so far, int64 [MoE layers, E]; empty without experts."""
+        loads = [module.load for module in self.modules() if isinstance(module, Router)]
+        return torch.stack(loads) if loads else torch.zeros(0, 0, dtype=torch.int64)
+
+    def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Named parameters to decay (matrices) and not to decay (norms); a tied head appears once."""
+        groups: dict[str, list[tuple[str, nn.Parameter]]] = {"decay": [], "no_decay": []}
+        for name, parameter in self.named_parameters():
+            groups["decay" if parameter.dim() > 1 else "no_decay"].append((name, parameter))
+        return groups
+
+    def parameter_counts(self) -> dict[str, int]:
+        return parameter_counts(self, self.config)
+
+    def flops_per_token(self, length: int) -> float:
+        return flops_per_token(self, self.config, length)
+
+    def manifest(self) -> dict[str, Any]:
+        """What is FP8, what is kept and its bytes, and which backend each op takes on this model's device."""
+        return precision_manifest(self.config, self.recipe, self.embedding.device)
