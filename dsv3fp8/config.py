@@ -8,8 +8,7 @@ complaint is one line.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +48,11 @@ class RunConfig:
     # auto: go on from the newest checkpoint of run_dir, if its settings agree. fork: go on with changed settings.
     resume: Literal["auto", "fork"] = "auto"
 
+    def validate(self) -> None:
+        """Raise UserError for what the run itself cannot do; the rooms have checked their own settings."""
+        if not self.run_dir:
+            raise UserError("run_dir is empty; give the directory that the run writes to, as in run_dir=runs/first")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain containers; `RunConfig.from_dict` makes an equal object of them."""
         return to_plain(self)
@@ -70,19 +74,21 @@ def load_config(overrides: list[str]) -> RunConfig:
     lays the values of a file, say of another run's config.yaml, over the groups. The command line wins over the file.
     """
     words = parse_overrides(overrides, verbatim=(*GROUPS, "config"))
-    choices = {word.key: word.value for word in words if word.key in GROUPS}
-    values = [word for word in words if word.key not in (*GROUPS, "config")]
-    files = [_split_file(Path(word.value).expanduser(), choices) for word in words if word.key == "config"]
-    for chosen, _ in files:
-        choices = chosen | choices
+    files = [read_yaml(Path(word.value).expanduser()) for word in words if word.key == "config"]
+    chosen = {word.key: word.value for word in words if word.key in GROUPS}
+    # A group chosen on the command line loses the values that a file has for it.
+    values = [pair for file in files for pair in _leaves(file) if pair[0].split(".")[0] not in chosen]
+    choices = {key: "null" if value is None else str(value) for key, value in values if key in GROUPS} | chosen
+    values = [pair for pair in values if pair[0] not in GROUPS]
+    values += [(word.key, word) for word in words if word.key not in (*GROUPS, "config")]
 
-    kinds = _kinds(values)
+    kinds = _kinds([key for key, _ in values])
     settings = _compose(choices)
     try:
-        for _, layer in files:
-            settings = _lay_over(settings, layer)
-        for word, kind in zip(values, kinds, strict=True):
-            OmegaConf.update(settings, word.key, word.value_for(kind), force_add=True)
+        for group in (group for file in files for group in _given_in_full(file) if group not in chosen):
+            settings[group] = {}
+        for key, value in values:
+            OmegaConf.update(settings, key, value.value_for(kinds[key]) if isinstance(value, Override) else value)
         data = _plain(settings)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'settings'}: {str(error).splitlines()[0]}") from error
@@ -107,20 +113,28 @@ def group_options(group: str) -> list[str]:
     return sorted(name for name in names if name != "base")
 
 
-def _split_file(path: Path, chosen: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(group choices, values) of a settings file. A group chosen on the command line loses its values from the file."""
-    data = read_yaml(path)
-    choices = {key: value for key, value in data.items() if key in GROUPS and isinstance(value, str)}
-    values = {key: value for key, value in data.items() if key not in choices and key not in chosen}
-    return choices, values
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value of a settings file."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
-def _kinds(words: list[Override]) -> list[Any]:
-    """The type of each word's key. Raises UserError with all the unknown ones."""
-    kinds, problems = [], []
-    for word in words:
+def _given_in_full(file: Mapping[str, Any]) -> list[str]:
+    """Groups of which a file, such as a saved config.yaml, gives every key: nothing composed may show through them."""
+    types = field_types(RunConfig)
+    groups = [name for name, value in file.items() if name in GROUPS and isinstance(value, Mapping)]
+    return [name for name in groups if field_types(types[name]).keys() <= file[name].keys()]
+
+
+def _kinds(keys: list[str]) -> dict[str, Any]:
+    """The type of each key. Raises UserError with all the unknown ones."""
+    kinds, problems = {}, []
+    for key in keys:
         try:
-            kinds.append(find_type(RunConfig, word.key))
+            kinds[key] = find_type(RunConfig, key)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -146,17 +160,6 @@ def _compose(choices: Mapping[str, str]) -> DictConfig:
         raise UserError(f"{config_dir()}: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(settings, False)
     return settings
-
-
-def _lay_over(settings: DictConfig, layer: dict[str, Any]) -> DictConfig:
-    """Merge a file's values. A group that the file gives in full replaces what was composed: nothing shows through."""
-    for name, value in layer.items():
-        kind: Any = field_types(RunConfig).get(name)
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict) and field_types(kind).keys() <= value.keys():
-            settings[name] = {}
-    merged = OmegaConf.merge(settings, layer)
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _plain(settings: DictConfig) -> dict[str, Any]:

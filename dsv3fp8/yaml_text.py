@@ -69,6 +69,8 @@ def dump_yaml(data: dict[str, Any]) -> str:
 def explain_yaml_error(error: yaml.YAMLError, path: str) -> str:
     """One line with the file, the line and what is wrong there."""
     mark = getattr(error, "problem_mark", None)
+    if mark and Path(str(mark.name)).is_file():  # YAML read from an open file knows which
+        path = mark.name
     where = f"{path}, line {mark.line + 1}" if mark else path
     problem = str(getattr(error, "problem", None) or error).splitlines()[0]
     if "'\\t'" in problem:

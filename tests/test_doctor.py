@@ -1,0 +1,133 @@
+"""What `doctor` reports, and what is said at the start on a GPU from before FP8."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsv3fp8
+from dsv3fp8 import cli, doctor
+from dsv3fp8.config import load_config
+from dsv3fp8.kernels.backend import explain
+from dsv3fp8.precision.recipe import LINEAR_OPS
+
+# Stands before everything else on sys.meta_path: the optional packages cannot be imported, as if they were not there.
+BLOCK_OPTIONAL = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "wandb", "datasets", "transformers", "transformer_engine"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+IMPORT_ALL = """
+import importlib, pkgutil, dsv3fp8
+names = [module.name for module in pkgutil.walk_packages(dsv3fp8.__path__, "dsv3fp8.")]
+for name in names:
+    if name != "dsv3fp8.__main__" and not name.endswith((".triton", ".gluon")):
+        importlib.import_module(name)
+print(len(names))
+"""
+
+
+@pytest.fixture(autouse=True)
+def launch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_doctor_reports_machine_packages_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "training.device=cpu", "recipe=dsv3"]) == 0
+    text = capsys.readouterr().out
+    for part in ("Machine\n", "GPU\n", "Packages\n", "Backends of recipe dsv3 on cpu\n", "Python 3.", "GiB free"):
+        assert part in text
+    assert f"torch               {torch.__version__}" in text
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "dsv3", "delayed"])
+def test_every_op_is_listed_once_with_its_backend_and_reason(recipe: str) -> None:
+    config = load_config([f"recipe={recipe}"])
+    device = torch.device("cpu")
+    lines = doctor.backends(config.recipe, device)
+    listed = [op.split(".")[0] for line in lines if line.startswith("    ") for op in line.strip().rstrip(",").split(", ")]
+    assert set(LINEAR_OPS) <= set(listed)
+    assert "attention" in listed
+    for _, backend, reason in explain(config.recipe, device):
+        assert f"{backend}: {reason}" in lines
+
+
+def test_tested_versions_are_those_of_the_constraints() -> None:
+    tested = doctor.tested_versions()
+    assert tested["torch"] == "2.13.0"
+    assert set(doctor.SHOWN) <= set(tested)
+
+
+def test_a_package_of_another_version_or_a_missing_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0+cu130", "numpy": "1.26.0", "triton": "3.7.0", "wandb": None}
+    monkeypatch.setattr(doctor, "_installed", lambda name: installed.get(name, "0"))
+    lines = {line.split()[0]: line for line in doctor.packages()}
+    assert lines["torch"].endswith("2.13.0+cu130    as tested")
+    assert f"tested with {doctor.tested_versions()['numpy']}" in lines["numpy"]
+    assert "comes with torch" in lines["triton"]
+    assert "not installed: Weights & Biases logs" in lines["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "message"),
+    [
+        (None, None, "none that torch"),
+        ("580.1", None, "driver 580.1 answers, but torch"),
+        ("470.2", "13.0", "CUDA 13.0 does not start: update the driver"),
+    ],
+)
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, driver: str | None, cuda: str | None, message: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor, "_driver", lambda: driver)
+    assert message in doctor.gpus()[0]
+
+
+def mock_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+
+
+def test_a_gpu_from_before_fp8_is_told_in_one_line_that_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I02: sm_80."""
+    mock_gpu(monkeypatch, "NVIDIA A100", (8, 0))
+    notice = doctor.old_gpu_notice(load_config(["recipe=dsv3"]))
+    assert notice is not None
+    assert "\n" not in notice
+    assert notice.startswith("NVIDIA A100 (sm_80) has no FP8 tensor cores, which begin with sm_89: recipe=dsv3 runs on the")
+    assert doctor.old_gpu_notice(load_config(["recipe=bf16"])) is None
+    assert doctor.old_gpu_notice(load_config(["recipe=dsv3", "training.device=cpu"])) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_a_gpu_with_fp8_has_no_such_line(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """I02"""
+    mock_gpu(monkeypatch, "NVIDIA H200", capability)
+    assert doctor.old_gpu_notice(load_config(["recipe=dsv3"])) is None
+
+
+def python(code: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(dsv3fp8.__file__).parents[1]), **variables}
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}], ids=["plain", "interpret"])
+def test_everything_imports_without_gpu_and_optional_packages(variables: dict[str, str]) -> None:
+    """I01: kernels are resolved when they are used."""
+    assert int(python(BLOCK_OPTIONAL + IMPORT_ALL, CUDA_VISIBLE_DEVICES="", **variables)) > 10
+
+
+def test_doctor_runs_without_gpu_and_optional_packages() -> None:
+    """I01"""
+    run = "from dsv3fp8.cli import main; sys.exit(main(['doctor', 'recipe=dsv3']))"
+    text = python(BLOCK_OPTIONAL + run, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    assert "Backends of recipe dsv3 on cpu" in text
