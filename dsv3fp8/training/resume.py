@@ -27,8 +27,6 @@ FREE_KEYS = {
     "training.deterministic",
 }
 FREE_GROUPS = {"logging"}
-# Where one of these changes, the saved position of the training data says nothing about the new stream.
-DATA_KEYS = ("training.batch", "training.context", "training.seed")
 
 ABSENT = "(absent)"
 
@@ -75,11 +73,6 @@ def refuse_other_corpus(run_dir: str, step: int, saved: str | None, current: str
             f"run_dir={run_dir} holds step {step} of a run on other data (corpus hash {saved} → {current}; its files "
             "are listed in corpus.json): restore the files, choose another run_dir= or set resume=fork"
         )
-
-
-def moves_the_data(changed: Mapping[str, tuple[Any, Any]]) -> bool:
-    """Whether a fork starts the training data anew, since its saved position belongs to another stream."""
-    return any(key in DATA_KEYS or key.startswith("data.") for key in changed)
 
 
 def _show(value: Any) -> str:

@@ -27,8 +27,9 @@ class TrainingState:
     # Steps skipped for a non-finite loss or gradient, in all and in a row up to now.
     skipped: int = 0
     skipped_in_a_row: int = 0
-    # Input tokens consumed by the steps done.
+    # Input tokens consumed by the steps done, and the time the steps took; validation and saving left out.
     tokens: int = 0
+    seconds: float = 0.0
     # Position of the training data, as the data room gives it.
     data: dict[str, Any] = field(default_factory=dict)
     # What the run trains on: the corpus's hash.

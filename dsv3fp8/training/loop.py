@@ -1,0 +1,199 @@
+"""The training loop: step after step until the run is done, with everything else that has to happen in between.
+
+The order within a step is what makes a run repeatable: its line in metrics.jsonl is written before its checkpoint, so
+that a run killed between the two drops the line and makes it again.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dsv3fp8.config import RunConfig
+from dsv3fp8.data import validation_batches
+from dsv3fp8.errors import UserError
+from dsv3fp8.precision.flush import FlushMeter, measure_flush
+from dsv3fp8.training.checkpoint import save_checkpoint
+from dsv3fp8.training.checks import validate_run
+from dsv3fp8.training.metrics import MetricsFile, expert_balance
+from dsv3fp8.training.profiler import StepProfiler
+from dsv3fp8.training.reporting import Reporters, record_start, summary
+from dsv3fp8.training.run_directory import RunDirectory, device_name
+from dsv3fp8.training.schedule import learning_rate
+from dsv3fp8.training.setup import Run, finished_line, prepare
+from dsv3fp8.training.signals import StopRequest
+from dsv3fp8.training.speed import Speedometer, memory
+from dsv3fp8.training.state import checkpoint_files
+from dsv3fp8.training.step import StepResult, train_step, validate
+
+
+def train(config: RunConfig) -> int:
+    """Train, or go on with the run in run_dir. The exit status: 0 done, 143 or 130 stopped by SIGTERM or SIGINT.
+
+    Raises UserError, one line, for whatever the user can put right.
+    """
+    config.validate()
+    validate_run(config)
+    with RunDirectory(Path(config.run_dir)) as directory, ExitStack() as stack:
+        run = prepare(config, directory)
+        if run is None:
+            print(finished_line(config), flush=True)
+            return 0
+        stack.enter_context(run.batches)
+        record_start(run)
+        return Loop(run, stack).run_steps()
+
+
+class Loop:
+    """A run under way."""
+
+    def __init__(self, run: Run, stack: ExitStack) -> None:
+        """`stack` closes what is opened here, also after an error."""
+        self.run, self.state, self.training = run, run.state, run.config.training
+        self.metrics = MetricsFile(run.directory.metrics, after_step=self.state.step)
+        stack.callback(self.metrics.close)
+        self.reporters = Reporters(run, self.metrics.history)
+        stack.callback(self.reporters.close)
+        self.profiler = StepProfiler(self.training.profile, run.directory.profile, self.state.step + 1)
+        stack.callback(self.profiler.close)
+        flops = run.model.flops_per_token(self.training.context)
+        self.speed = Speedometer(flops, device_name(run.device))
+        self._saved_step = self.state.step
+        self._checkpoint_due = False
+
+    def run_steps(self) -> int:
+        """All steps that are left; the exit status."""
+        state, last = self.state, self.training.steps
+        record: dict[str, Any] = {}
+        with StopRequest() as stop:
+            while state.step < last and stop.signal is None:
+                record = self._step()
+                self._give_up_if_stuck()
+                self._checkpoint_due |= _is_due(state.step, self.training.checkpoint_every)
+                # While steps are skipped the weights stand still, and a checkpoint would only push an older one out.
+                if state.step == last or (self._checkpoint_due and not state.skipped_in_a_row):
+                    self._save()
+            if state.step < last:
+                assert stop.signal is not None
+                if self._saved_step != state.step:
+                    self._save()
+                self.reporters.say(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
+                return stop.exit_code
+        self.reporters.say(summary(self.run, record))
+        return 0
+
+    def _step(self) -> dict[str, Any]:
+        """One optimizer step with its validation; the record it logged, empty if it logged none."""
+        run, state, training = self.run, self.state, self.training
+        began = time.perf_counter()
+        step = state.step + 1
+        validating = step == training.steps or _is_due(step, training.validate_every)
+        logging = validating or step == 1 or _is_due(step, training.log_every)
+        lr = learning_rate(state.updates + 1, run.config.schedule, run.config.optimizer.lr, training.steps)
+        seen: dict[str, float | None] = {}
+
+        def inspect() -> None:
+            if logging:
+                seen.update(expert_balance(run.model.expert_load()))
+
+        with _measured(logging) as meter:
+            micro_batches = [next(run.batches) for _ in range(training.accumulate)]
+            result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip, inspect)
+        self.profiler.step()
+        self.speed.add(result.tokens)
+        state.step = step
+        state.tokens += result.tokens
+        state.seconds += time.perf_counter() - began
+        state.data = run.batches.state()
+        self._count_skipped(result)
+
+        validation = self._validate() if validating else {}
+        if not logging and result.applied:
+            self.reporters.advance(step)
+            return {}
+        record = {
+            **self._figures(result, lr),
+            **seen,
+            "flushed_share": meter.share() if meter else None,
+            **validation,
+            **self.speed.read(),
+            **memory(run.device),
+        }
+        self.metrics.append(record)
+        self.reporters.log(record)
+        return record
+
+    def _figures(self, result: StepResult, lr: float) -> dict[str, Any]:
+        """What the step itself found."""
+        state = self.state
+        return {
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "loss": result.loss,
+            **{f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)},
+            "balance_loss": result.balance_loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "skipped": state.skipped,
+        }
+
+    def _count_skipped(self, result: StepResult) -> None:
+        state = self.state
+        if result.applied:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        self.reporters.say(
+            f"step {state.step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped "
+            f"({state.skipped_in_a_row} in a row, {state.skipped} in all)"
+        )
+
+    def _give_up_if_stuck(self) -> None:
+        if self.state.skipped_in_a_row >= self.training.max_skipped:
+            raise UserError(
+                f"training.max_skipped={self.training.max_skipped} steps in a row up to step {self.state.step} had a loss "
+                "or gradient that is not finite: lower optimizer.lr, set training.clip or take another recipe, with "
+                "resume=fork to go on from the last checkpoint"
+            )
+
+    def _validate(self) -> dict[str, float | None]:
+        run, training = self.run, self.training
+        self.speed.pause()
+        store = run.corpus.validation
+        batches = validation_batches(
+            store,
+            sequences=training.batch,
+            context=training.context,
+            limit=training.validation_batches,
+            isolate=run.config.data.isolate_documents,
+        )
+        loss = validate(run.model, batches, run.device)
+        self.speed.resume()
+        return {"validation_loss": loss, "validation_bits_per_byte": store.bits_per_byte(loss)}
+
+    def _save(self) -> None:
+        run = self.run
+        self.speed.pause()
+        self.metrics.sync()
+        files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict())
+        save_checkpoint(run.directory.checkpoints, self.state.step, files, self.training.keep)
+        self._saved_step, self._checkpoint_due = self.state.step, False
+        self.speed.resume()
+
+
+@contextlib.contextmanager
+def _measured(logging: bool) -> Iterator[FlushMeter | None]:
+    """Count flushed values, on steps whose figures are looked at."""
+    if not logging:
+        yield None
+        return
+    with measure_flush() as meter:
+        yield meter
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,118 @@
+"""Everything that happens before the first step: corpus, model and optimizer, and the state they go on from.
+
+Whatever a user can have got wrong is found here, so that a run that starts is a run that can end.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv3fp8.config import RunConfig
+from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
+from dsv3fp8.training.checks import fit_vocabulary, select_device
+from dsv3fp8.training.optimizer import AdamW
+from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
+from dsv3fp8.training.run_directory import RunDirectory
+from dsv3fp8.training.state import TrainingState, checkpoint_bytes, load_state, restore, restore_random_states
+
+
+@dataclass
+class Run:
+    """A run that is ready for its next step."""
+
+    # Resolved: the vocabulary is known.
+    config: RunConfig
+    directory: RunDirectory
+    device: torch.device
+    corpus: Corpus
+    batches: TrainBatches
+    model: Transformer
+    optimizer: AdamW
+    state: TrainingState
+    # Whether it goes on with other settings than those its checkpoint was made under.
+    forked: bool
+    # Lines that tell what was taken over from a checkpoint.
+    notes: list[str]
+
+
+def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
+    """Build the run in its locked directory, or go on with the one that is there; None if that is finished."""
+    remove_unfinished(directory.checkpoints)
+    saved = list_checkpoints(directory.checkpoints)
+    state, random_states = TrainingState(), None
+    changed: dict[str, tuple[Any, Any]] = {}
+    if saved:
+        state, saved_config, random_states = load_state(saved[-1][1])
+        changed = changed_keys(saved_config, config.to_dict())
+        if config.resume != "fork":
+            refuse_changes(config.run_dir, state.step, changed)
+        if state.step >= config.training.steps:
+            return None
+
+    device = select_device(config.training.device)
+    torch.manual_seed(config.training.seed)
+    if config.training.deterministic:
+        # cuBLAS is deterministic only with a workspace of its own, which it reads when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.training.deterministic)
+    corpus = open_corpus(config.data, report=lambda line: print(line, flush=True))
+    corpus.check_context(config.training.context)
+    if saved and config.resume != "fork":
+        refuse_other_corpus(config.run_dir, state.step, state.corpus, corpus.describe()["sha256"])
+    state.corpus = corpus.describe()["sha256"]
+    config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
+
+    model, optimizer = build(config, device)
+    directory.checkpoints.mkdir(exist_ok=True)
+    check_space(directory.checkpoints, checkpoint_bytes(model, optimizer), config.training.keep)
+    training = config.training
+    batches = TrainBatches(
+        corpus.train,
+        sequences=training.batch,
+        context=training.context,
+        seed=training.seed,
+        workers=config.data.workers,
+        isolate=config.data.isolate_documents,
+    )
+    notes = []
+    if saved:
+        restore(saved[-1][1], model, optimizer)
+        notes.append(f"going on after step {state.step}, from {saved[-1][1]}")
+        notes += _take_position(batches, state, config.resume)
+        if changed:
+            state.wandb_id = None  # another curve is another run there
+            notes.append(f"forked with other settings: {', '.join(changed)}")
+        if random_states:
+            restore_random_states(random_states)
+    return Run(config, directory, device, corpus, batches, model, optimizer, state, bool(changed), notes)
+
+
+def build(config: RunConfig, device: torch.device) -> tuple[Transformer, AdamW]:
+    """The model with its initial weights, and its optimizer."""
+    with device:
+        model = Transformer(config.model, config.recipe)
+    model.initialize(config.training.seed)
+    return model, AdamW(model.parameter_groups(), config.optimizer)
+
+
+def _take_position(batches: TrainBatches, state: TrainingState, resume: str) -> list[str]:
+    """Set the data to the saved position; where a fork changed the stream of windows, begin it, and say so."""
+    fresh: dict[str, Any] = batches.state()
+    if resume == "fork" and {**fresh, "consumed": 0} != {**state.data, "consumed": 0}:
+        state.data = fresh
+        return ["the training data begin anew, since they are others than before"]
+    batches.load_state(state.data)
+    return []
+
+
+def finished_line(config: RunConfig) -> str:
+    """What a run says that has nothing left to do."""
+    return (
+        f"run_dir={config.run_dir} is finished ({config.training.steps} steps): choose another run_dir=, or set "
+        "training.steps higher with resume=fork"
+    )
