@@ -1,6 +1,6 @@
 """Corpora that are ids already: files mapped into memory, and made-up data for trying things out."""
 
-import os
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv3fp8.data.config import DataConfig, path_list
-from dsv3fp8.data.fingerprint import Memory, sha256_of, sha256_of_file
+from dsv3fp8.data.fingerprint import Memory, sha256_of
 from dsv3fp8.data.paths import expand
 from dsv3fp8.data.sources import SourceFile
 from dsv3fp8.data.store import Segment, TokenStore
 from dsv3fp8.data.tokenizer import Ids, Tokenizer
 from dsv3fp8.errors import UserError
 
-_IDS = 4 << 20  # ids looked at in one go
+_BLOCK = 1 << 20  # bytes looked at in one go
 _LOOK_AHEAD = 1 << 20  # ids within which the held-out part begins behind an end of document
 
 
@@ -27,10 +27,9 @@ class MemmapFiles:
         self.files: list[SourceFile] = []
         self.segments: list[Segment] = []
         for path in expand(path_list(getattr(config, key)), f"data.{key}"):
-            segment = _map(path, config.dtype)
-            _check_ids(path, segment, tokenizer, memory)
+            segment = map_ids(path, config.dtype)
             self.segments.append(segment)
-            self.files.append(SourceFile(str(path), path.stat().st_size, memory.recall(path, "sha256", sha256_of_file)))
+            self.files.append(SourceFile(str(path), path.stat().st_size, _check(path, segment, tokenizer, memory)))
         self.identity = sha256_of(
             [[file.sha256, str(each.dtype)] for file, each in zip(self.files, self.segments, strict=True)]
         )
@@ -59,7 +58,8 @@ class MemmapFiles:
         return TokenStore(before, eod, fingerprint=f"{name}/train"), TokenStore(after, eod, fingerprint=f"{name}/held out")
 
 
-def _map(path: Path, dtype: str) -> Segment:
+def map_ids(path: Path, dtype: str) -> Segment:
+    """A file of ids as a memory map. Raises UserError, naming the file, if it is not one row of uint16 or uint32."""
     suffix = path.suffix.lower()
     if suffix not in (".bin", ".npy"):
         raise UserError(f"{path}: data.source=memmap reads .bin and .npy, not '{suffix}'; take data=files for text")
@@ -80,7 +80,8 @@ def _map(path: Path, dtype: str) -> Segment:
     return found
 
 
-def _check_ids(path: Path, segment: Segment, tokenizer: Tokenizer, memory: Memory) -> None:
+def _check(path: Path, segment: Segment, tokenizer: Tokenizer, memory: Memory) -> str:
+    """The SHA-256 of the file. Raises UserError if it has ids that the tokenizer does not."""
     bits = segment.dtype.itemsize * 8
     if tokenizer.vocab_size > 2**bits:
         raise UserError(
@@ -88,24 +89,32 @@ def _check_ids(path: Path, segment: Segment, tokenizer: Tokenizer, memory: Memor
             "have wrapped around; tokenize again into uint32 (and set data.dtype=uint32 for a .bin)"
         )
     start = path.stat().st_size - segment.nbytes
-    largest, position = memory.recall(path, f"largest {segment.dtype}", lambda file: _largest(file, segment.dtype, start))
+    facts = memory.recall(path, f"sha256 and largest {segment.dtype}", lambda file: _examine(file, segment.dtype, start))
+    sha256, largest, position = facts
     if largest >= tokenizer.vocab_size:
         raise UserError(
             f"{path}: id {largest} at position {position} is beyond the vocabulary of {tokenizer.vocab_size} "
             f"(data.tokenizer={tokenizer.name}); set the tokenizer, data.vocab_size or data.dtype it was written with"
         )
+    return sha256
 
 
-def _largest(path: Path, dtype: np.dtype[Any], start: int) -> tuple[int, int]:
-    """(the largest id, its first position). Read, not mapped: mapped pages would count as this process's memory."""
-    largest, position, at = -1, 0, 0
+def _examine(path: Path, dtype: np.dtype[Any], start: int) -> tuple[str, int, int]:
+    """(SHA-256 of the file, its largest id, that one's first position), in one pass.
+
+    Read, not mapped: mapped pages would count as this process's memory.
+    """
+    digest, largest, position, at = hashlib.sha256(), -1, 0, 0
+    buffer = memoryview(bytearray(_BLOCK))
     with path.open("rb") as stream:
-        stream.seek(start, os.SEEK_SET)
-        while (ids := np.fromfile(stream, dtype, _IDS)).size:
+        digest.update(stream.read(start))
+        while size := stream.readinto(buffer):
+            digest.update(buffer[:size])
+            ids = np.frombuffer(buffer[:size], dtype)
             if (here := int(ids.max())) > largest:
                 largest, position = here, at + int(ids.argmax())
             at += ids.size
-    return largest, position
+    return digest.hexdigest(), largest, position
 
 
 def synthetic(count: int, tokenizer: Tokenizer) -> Ids:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.backend import matmul_nt
-from dsv3fp8.ops.exchange import Plan
+from dsv3fp8.ops.exchange import ROWS, Plan
 from dsv3fp8.ops.linear import transposed
 from dsv3fp8.precision.recipe import GemmSpec
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 
 def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
@@ -20,8 +20,10 @@ def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtyp
     device = a.codes.device if isinstance(a, QuantizedTensor) else a.device
     out = torch.zeros(plan.rows, n, dtype=out_dtype, device=device)
     for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        if count:
-            out[start : start + count] = matmul_nt(_rows(a, start, count), weights[expert], out_dtype, spec, gemm)
+        # A GPU likes whole tiles, and inert rows give zeros; the CPU skips them.
+        rows = ceil_div(count, ROWS) * ROWS if device.type == "cuda" else count
+        if rows:
+            out[start : start + rows] = matmul_nt(_rows(a, start, rows), weights[expert], out_dtype, spec, gemm)
     return out
 
 
@@ -29,8 +31,9 @@ def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, like: Tensor, spec: GemmS
     """wgrad: per expert dy [rows, N]^T @ x [rows, K] -> [E, N, K] in the master's dtype; zeros for empty experts."""
     dw = torch.zeros_like(like)
     for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        if count:
-            left, right = (_whole_tiles(operand, start, count) for operand in (dy, x))
+        rows = ceil_div(count, ROWS) * ROWS if dw.device.type == "cuda" else count
+        if rows:
+            left, right = (_whole_tiles(operand, start, rows) for operand in (dy, x))
             dw[expert] = matmul_nt(transposed(left), transposed(right), dw.dtype, spec, "wgrad")
     return dw
 

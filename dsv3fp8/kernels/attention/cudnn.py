@@ -22,10 +22,23 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from the output as it was kept."""
     seed, offset = state
-    none = q.new_empty(0)
     length = q.shape[1]
     dq, dk, dv = _backward(
-        dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2), lse,
-        seed, offset, none, none, none, length, length, 0.0, True, scale=scale,
-    )  # fmt: skip
+        dout.transpose(1, 2),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        out.transpose(1, 2),
+        lse,
+        seed,
+        offset,
+        None,  # no bias, no variable lengths
+        None,
+        None,
+        length,
+        length,
+        0.0,
+        True,
+        scale=scale,
+    )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

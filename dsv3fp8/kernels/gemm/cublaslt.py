@@ -37,16 +37,15 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) ->
         return torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
     once = a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
     blocks = ceil_div(k, 128)
-    codes_a, codes_b = _padded(a.codes, 0), _padded(b.codes, -n % 16)
-    rows_b = codes_b.shape[0]
+    codes_a, codes_b = _padded(a.codes), _padded(b.codes)
+    rows_a, rows_b = codes_a.shape[0], codes_b.shape[0]
     if once:
-        scale_a = torch.ones(blocks, m, device=a.codes.device).mT
+        scale_a = torch.ones(blocks, rows_a, device=a.codes.device).mT
         scale_b, recipe_b = _grid_128(torch.ones(ceil_div(n, 128), blocks, device=a.codes.device)), _BLOCK
     else:
-        scale_a = _rows_of(a, m, blocks).mT.contiguous().mT
+        scale_a = _column_major(_rows_of(a, m, blocks), rows_a)
         if b.tile.rows == 1:
-            per_row = F.pad(_rows_of(b, n, blocks), (0, 0, 0, rows_b - n), value=1.0)
-            scale_b, recipe_b = per_row.mT.contiguous().mT, _ROW
+            scale_b, recipe_b = _column_major(_rows_of(b, n, blocks), rows_b), _ROW
         else:
             scale_b, recipe_b = _grid_128(_blocks_of(b, n, blocks)), _BLOCK
     out = F.scaled_mm(
@@ -57,7 +56,7 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) ->
         scale_b,
         recipe_b,
         output_dtype=torch.float32 if once else out_dtype,
-    )[:, :n]
+    )[:m, :n]
     if once:
         out = (out * (a.expanded_scale() * b.expanded_scale().mT)).to(out_dtype)
     return out
@@ -67,12 +66,18 @@ _ROW = F.ScalingType.BlockWise1x128
 _BLOCK = F.ScalingType.BlockWise128x128
 
 
-def _padded(codes: Tensor, extra_rows: int) -> Tensor:
-    """Row-major codes with K padded by zeros to a multiple of 16, and extra zero rows, as cuBLASLt wants them."""
+def _padded(codes: Tensor) -> Tensor:
+    """Row-major codes, rows and K padded by zeros to multiples of 16: cuBLASLt takes no others."""
     raw = codes.view(torch.uint8)
-    if raw.shape[1] % 16 or extra_rows:
-        raw = F.pad(raw, (0, -raw.shape[1] % 16, 0, extra_rows))
+    rows, k = raw.shape
+    if rows % 16 or k % 16:
+        raw = F.pad(raw, (0, -k % 16, 0, -rows % 16))
     return raw.contiguous().view(codes.dtype)
+
+
+def _column_major(scale: Tensor, rows: int) -> Tensor:
+    """A grid [R, blocks] with rows contiguous (strides 1, rows), padded by ones to `rows`."""
+    return F.pad(scale.mT, (0, rows - scale.shape[0]), value=1.0).contiguous().mT
 
 
 def _rows_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:

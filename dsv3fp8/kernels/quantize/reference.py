@@ -28,7 +28,8 @@ def scale_from_amax(amax: Tensor, fmt: Format, kind: str) -> Tensor:
     if kind == "pow2":
         scale = _pow2_scale(amax, fmt)
     elif kind == "fp32":
-        scale = amax / fmt.max
+        # A tensor, not a Python number: CUDA multiplies by the reciprocal of a number, which is not IEEE division.
+        scale = amax / torch.full((), fmt.max, dtype=torch.float32, device=amax.device)
     else:
         raise ValueError(f"scale kind {kind!r}: fp32 or pow2")
     scale = scale.clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
