@@ -8,7 +8,7 @@ import torch
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.training.config import raise_problems
+from dsv3fp8.training.config import DEVICES, raise_problems
 
 # A vocabulary taken from the tokenizer is rounded up to a multiple of this, for the sake of the GEMM of the head.
 VOCABULARY_MULTIPLE = 64
@@ -30,8 +30,7 @@ def validate_run(config: RunConfig) -> None:
         problems.append(
             f"training.context={training.context} leaves nothing to predict at model.mtp_depth={model.mtp_depth}: raise it"
         )
-    if training.device == "cuda" and not torch.cuda.is_available():
-        problems.append("training.device=cuda, but torch finds no CUDA GPU: set training.device=cpu or see `dsv3fp8 doctor`")
+    problems += device_problems("training.device", training.device)
     raise_problems(problems)
 
 
@@ -48,6 +47,15 @@ def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
             ]
         )
     return model
+
+
+def device_problems(key: str, name: str) -> list[str]:
+    """What is wrong with a choice of device, on this machine."""
+    if name not in DEVICES:
+        return [f"{key}={name} must be one of {', '.join(DEVICES)}"]
+    if name == "cuda" and not torch.cuda.is_available():
+        return [f"{key}=cuda, but torch finds no CUDA GPU: take cpu, or see what `dsv3fp8 doctor` says"]
+    return []
 
 
 def select_device(name: str) -> torch.device:

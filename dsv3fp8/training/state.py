@@ -105,6 +105,12 @@ def load_state(checkpoint: Path) -> tuple[TrainingState, dict[str, Any], dict[st
     """(state, configuration, random states) of a checkpoint."""
     saved = load_file(checkpoint, "state")
     known = {item.name for item in fields(TrainingState)}
+    missing = {*known, "config", "random"} - saved.keys()
+    if missing:
+        raise UserError(
+            f"checkpoint {checkpoint} lacks {', '.join(sorted(missing))}: it is of another version; train anew in another "
+            "run_dir"
+        )
     return TrainingState(**{name: saved[name] for name in known}), saved["config"], saved["random"]
 
 
