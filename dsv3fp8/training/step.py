@@ -91,6 +91,8 @@ def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.dev
             total += model(*_moved(batch, device)).loss
     finally:
         model.train()
+        # Weight codes made here were made without a look at their amax: the next step must make, and observe, its own.
+        model.invalidate_codes()
     assert targets, "nothing to validate on"
     return float(total) / targets
 
