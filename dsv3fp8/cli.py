@@ -29,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone. What is still buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail("nobody reads the output any more", FAILED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

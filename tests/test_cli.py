@@ -129,6 +129,18 @@ def test_a_full_disk_is_one_line_with_the_file(
     assert error_line(capsys).startswith("dsv3fp8: error: runs/x/checkpoint: No space left on device; free some space")
 
 
+def test_a_reader_that_has_gone_ends_the_command_in_one_line(tmp_path: Path) -> None:
+    """As in `dsv3fp8 doctor | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-P", "-m", "dsv3fp8", "train", "--help"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(), stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "dsv3fp8: error: nobody reads the output any more\n")
+
+
 def test_our_own_bugs_keep_their_traceback(loop: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     for bug in (RuntimeError("shape mismatch"), AssertionError(), OSError(errno.EIO, "Input/output error")):
         raising(monkeypatch, bug)
