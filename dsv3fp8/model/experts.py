@@ -60,10 +60,10 @@ class MoELayer(Masters):
         routing = self.router(edges[2], y, x, self.norm.weight, sequences.real)
         plan = make_plan(routing.ids, config.experts, sequences.real)
         call = ExpertsCall(
-            payload, plan, self.recipe, experts.gate_up_quantizers, experts.down_quantizers,
+            plan, self.recipe, experts.gate_up_quantizers, experts.down_quantizers,
             experts.gate_up_codes, experts.down_codes,
         )  # fmt: skip
-        branches = [routed_experts(edges[0], routing.weights, experts.gate_up, experts.down, call)]
+        branches = [routed_experts(edges[0], payload, routing.weights, experts.gate_up, experts.down, call)]
         if self.shared is not None:
             branches.append(self.shared(Activation(edges[1], for_shared[0])))
         balance = balance_loss(routing.scores, config.top_k, sequences.shape[0], sequences.real)

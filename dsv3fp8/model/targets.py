@@ -32,7 +32,7 @@ def targets_at(tokens: Tensor, documents: Tensor | None, depth: int) -> Tensor:
     ahead = tokens[:, 1 + depth :]
     if documents is None:
         return ahead
-    here = documents[:, : documents.shape[1] - 1 - depth]
+    here = documents[:, : max(documents.shape[1] - 1 - depth, 0)]
     there = documents[:, 1 + depth :]
     return torch.where((here == there) & (there >= 0), ahead, IGNORED)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,8 @@ class Transformer(Masters):
         for depth, module in enumerate(self.mtp, start=1):
             assert isinstance(module, MultiTokenModule)
             batch, length = sequences.shape
-            ahead = sequences.first(length - 1)
-            hidden = hidden.view(batch, length, -1)[:, :-1].reshape(batch * (length - 1), -1)
+            ahead = sequences.first(max(length - 1, 0))
+            hidden = hidden.view(batch, length, self.config.dim)[:, :-1].flatten(0, 1)
             embedded = self._embed(inputs[:, depth:])
             hidden, balance = module(hidden, embedded, ahead)
             balances.append(balance)
@@ -143,6 +143,12 @@ class Transformer(Masters):
             if isinstance(module, (Router, ScaleState)):
                 module.end_step(applied)
         self.invalidate_codes()
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's; codes are made again, so that amax histories see the weights of every step they are used in."""
+        super().train(mode)
+        self.invalidate_codes()
+        return self
 
     def invalidate_codes(self) -> None:
         """Drops every cached weight code; they are made again from the masters when next read."""

@@ -48,22 +48,20 @@ class _Attention(torch.autograd.Function):
         call.output = flat
         call.kept = keep(quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat)
         ctx.save_for_backward(q, k, v, lse, *state, *call.kept.tensors)
-        ctx.call, ctx.n_state = call, len(state)
+        ctx.scale, ctx.documents, ctx.restore, ctx.n_state = call.scale, call.documents, call.kept.restore, len(state)
         return edge_of(flat.shape, out.dtype, out.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, lse, *rest = ctx.saved_tensors
-        call: AttentionCall = ctx.call
-        assert call.kept is not None
-        kept = values_of(call.kept.restore(tuple(rest[ctx.n_state :])))
+        kept = values_of(ctx.restore(tuple(rest[ctx.n_state :])))
         # E5M6 times a power of two is exact in BF16: the cast changes nothing.
         out, dout = kept.view_as(v).to(v.dtype), dout.reshape(v.shape)
         if ctx.n_state:
-            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (rest[0], rest[1]), call.scale)
+            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (rest[0], rest[1]), ctx.scale)
         else:
-            dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, call.scale, call.documents)
+            dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, ctx.scale, ctx.documents)
         return dq, dk, dv, None
 
 
@@ -84,5 +82,4 @@ def attention(
         operand: Operand = out_proj.quantize("input", source, 1)
         if not isinstance(operand, QuantizedTensor):
             operand = operand.to(v.dtype)
-    call.output = None  # backward reads what was kept; the output itself need not live that long
     return Activation(edge, operand, call.kept)

@@ -20,7 +20,7 @@ from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispat
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
 from dsv3fp8.ops.norm import wide
 from dsv3fp8.ops.quantizers import LinearQuantizers
-from dsv3fp8.ops.stash import Stash, keep
+from dsv3fp8.ops.stash import keep, together
 from dsv3fp8.ops.swiglu import input_cache, read_input, swiglu_backward, swiglu_forward
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
@@ -29,9 +29,8 @@ from dsv3fp8.precision.tiles import Operand, values_of
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """The non-tensor arguments. x: the dispatch payload [T, D] as the norm emitted it, in token order."""
+    """The non-tensor arguments."""
 
-    x: Operand
     plan: Plan
     recipe: Recipe
     gate_up: LinearQuantizers
@@ -40,29 +39,13 @@ class ExpertsCall:
     down_codes: WeightCodes
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Recipes to restore, and how many saved tensors each takes: received payload, SwiGLU input, down's operand."""
-
-    received: Stash
-    cache: Stash
-    operand: Stash | None
-    output: bool
-
-    def split(self, saved: list[Tensor]) -> tuple[Operand, Operand, Operand | None, Tensor | None]:
-        n, m = len(self.received.tensors), len(self.cache.tensors)
-        received = self.received.restore(tuple(saved[:n]))
-        cache = self.cache.restore(tuple(saved[n : n + m]))
-        rest = saved[n + m :]
-        output = rest.pop() if self.output else None
-        return received, cache, self.operand.restore(tuple(rest)) if self.operand else None, output
-
-
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, edge: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:
+    def forward(
+        ctx: Any, edge: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, x: Operand, call: ExpertsCall
+    ) -> Tensor:
         plan, recipe = call.plan, call.recipe
-        received = dispatch(call.x, plan)
+        received = dispatch(x, plan)
         h = grouped_rows(received, call.gate_up_codes.fprop(w_gate_up), plan, edge.dtype, call.gate_up.gemm, "fprop")
         cache = input_cache(h, recipe)
         row_weight = dispatch_copies(weights, plan) if recipe.gate == "before" else None
@@ -70,10 +53,14 @@ class _RoutedExperts(torch.autograd.Function):
         operand = call.down.quantize("input", act, 1, groups=plan.groups)
         out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
         keep_operand = recipe.swiglu_output == "keep" or recipe.swiglu_input != "cache"
-        kept = _Kept(keep(received), keep(cache), keep(operand) if keep_operand else None, recipe.gate == "after")
-        tensors = [*kept.received.tensors, *kept.cache.tensors, *(kept.operand.tensors if kept.operand else ())]
-        ctx.save_for_backward(weights, w_gate_up, w_down, *tensors, *([out] if kept.output else []))
-        ctx.call, ctx.kept, ctx.dtype = call, kept, edge.dtype
+        tensors, ctx.restore = together(
+            keep(received),
+            keep(cache),
+            keep(operand) if keep_operand else None,
+            keep(out) if recipe.gate == "after" else None,  # the gate weights' gradient reads it
+        )
+        ctx.save_for_backward(weights, w_gate_up, w_down, *tensors)
+        ctx.call, ctx.dtype = call, edge.dtype
         return combine(out, plan, weights if recipe.gate == "after" else None)
 
     @staticmethod
@@ -82,7 +69,7 @@ class _RoutedExperts(torch.autograd.Function):
         weights, w_gate_up, w_down, *saved = ctx.saved_tensors
         call: ExpertsCall = ctx.call
         plan, recipe, dtype = call.plan, call.recipe, ctx.dtype
-        received, cache, operand, output = ctx.kept.split(saved)
+        received, cache, operand, output = ctx.restore(saved)
         before = recipe.gate == "before"
         row_weight = dispatch_copies(weights, plan) if before else None
 
@@ -106,7 +93,7 @@ class _RoutedExperts(torch.autograd.Function):
         dw_gate_up = grouped_wgrad(
             along_tokens, call.gate_up.retile("input", received, plan.groups), plan, w_gate_up, call.gate_up.gemm
         )
-        return combine(drows, plan), dweights, dw_gate_up, dw_down, None
+        return combine(drows, plan), dweights, dw_gate_up, dw_down, None, None
 
 
 def _combine_backward(dy: Tensor, weights: Tensor, output: Tensor | None, call: ExpertsCall) -> tuple[Operand, Tensor | None]:
@@ -124,11 +111,12 @@ def _combine_backward(dy: Tensor, weights: Tensor, output: Tensor | None, call: 
     ), dweights
 
 
-def routed_experts(edge: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:
+def routed_experts(edge: Tensor, x: Operand, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:
     """Routed part of the MoE [T, D].
 
-    edge: autograd edge of the payload, in the compute dtype. weights: gate weights fp32 [T, K].
+    x: the dispatch payload [T, D] as the norm emitted it, in token order. edge: its autograd edge, in the compute dtype.
+    weights: gate weights fp32 [T, K].
     w_gate_up: fp32 masters [E, 2F, D]; w_down: [E, D, F].
     """
-    out: Tensor = _RoutedExperts.apply(edge, weights, w_gate_up, w_down, call)
+    out: Tensor = _RoutedExperts.apply(edge, weights, w_gate_up, w_down, x, call)
     return out

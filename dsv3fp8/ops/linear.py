@@ -42,7 +42,13 @@ class _Linear(torch.autograd.Function):
         if residual is not None:  # added in fp32, one rounding
             product = (product + residual.to(wide)).to(out_dtype)
         ctx.save_for_backward(weight, *call.x.stash.tensors)
-        ctx.call = call
+        # Not the call itself: it holds fprop's operand, which nobody reads again.
+        ctx.restore, ctx.quantizers, ctx.codes, ctx.out_parts = (
+            call.x.stash.restore,
+            call.quantizers,
+            call.codes,
+            call.out_parts,
+        )
         ctx.edge_dtype = edge.dtype
         ctx.has_residual = residual is not None
         return product
@@ -51,16 +57,16 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, *stash = ctx.saved_tensors
-        call: LinearCall = ctx.call
-        quantizers, gemm = call.quantizers, call.quantizers.gemm
+        quantizers: LinearQuantizers = ctx.quantizers
+        gemm = quantizers.gemm
         dy = dy.contiguous()
-        along_n = quantizers.quantize("gradient", dy, 1, col_parts=call.out_parts)
+        along_n = quantizers.quantize("gradient", dy, 1, col_parts=ctx.out_parts)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = matmul_nt(along_n, call.codes.dgrad(weight), ctx.edge_dtype, gemm, "dgrad")
+            dx = matmul_nt(along_n, ctx.codes.dgrad(weight), ctx.edge_dtype, gemm, "dgrad")
         if ctx.needs_input_grad[1]:
-            along_tokens = quantizers.other_orientation("gradient", dy, along_n, 0, col_parts=call.out_parts)
-            kept = quantizers.retile("input", call.x.stash.restore(tuple(stash)))
+            along_tokens = quantizers.other_orientation("gradient", dy, along_n, 0, col_parts=ctx.out_parts)
+            kept = quantizers.retile("input", ctx.restore(tuple(stash)))
             dw = matmul_nt(transposed(along_tokens), transposed(kept), weight.dtype, gemm, "wgrad")
         return dx, dw, dy if ctx.has_residual else None, None
 

@@ -93,10 +93,15 @@ class LinearQuantizers(nn.Module):
         return self.quantize(role, x, k_axis, **parts)  # type: ignore[arg-type]
 
     def retile(self, role: str, kept: Operand, groups: Tensor | None = None) -> Operand:
-        """A kept operand with its rows as the wgrad's K (128x1 tiles), from its codes, never from a lost original."""
+        """A kept operand with its rows as the wgrad's K (128x1 tiles), from its codes, never from a lost original.
+
+        A cache may be kept in another type than the operand: BF16 where the operand is FP8, or E5M6 where it is not.
+        """
         spec: OperandSpec = getattr(self.gemm, role)
         if not isinstance(kept, QuantizedTensor):
-            return kept
+            return self.quantize(role, kept, 0, groups=groups)
+        if not spec.quantized:
+            return kept.decode().to(torch.bfloat16 if self.gemm.compute == "bf16" else torch.float32)
         tile = spec.tile_along(0)
         serves = spec.one_orientation and kept.tile == tile and kept.format is spec.storage
         if serves and (groups is None or spec.tile == "128x128"):

@@ -104,7 +104,7 @@ def balance_loss(scores: Tensor, top_k: int, sequences: int, real: Tensor | None
     share = per_sequence / (per_sequence.sum(-1, keepdim=True) + 1e-20)
     chosen = torch.zeros_like(share).scatter_(-1, top_indices(per_sequence.detach(), top_k), 1.0)
     if real is None:
-        tokens: Tensor | int = share.shape[1]
+        tokens: Tensor | int = max(share.shape[1], 1)
     else:
         mask = real.view(sequences, -1, 1).to(share.dtype)
         share, chosen = share * mask, chosen * mask

@@ -13,7 +13,10 @@ from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
 @dataclass(frozen=True)
 class Stash:
-    """Tensors kept for backward and how the operand comes back from them (decoded, re-quantized or recomputed)."""
+    """Tensors kept for backward and how the operand comes back from them (decoded, re-quantized or recomputed).
+
+    Autograd owns the tensors (save_for_backward); `restore` must hold none of its own, or they outlive their use.
+    """
 
     tensors: tuple[Tensor, ...]
     restore: Callable[[tuple[Tensor, ...]], Operand]
@@ -43,6 +46,20 @@ def keep(operand: Operand) -> Stash:
         return Stash((operand,), lambda saved: saved[0])
     shell = replace(operand, codes=_nothing(operand.codes), scale=_nothing(operand.scale))
     return Stash((operand.codes, operand.scale), lambda saved: replace(shell, codes=saved[0], scale=saved[1]))
+
+
+def together(*stashes: Stash | None) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Operand | None]]]:
+    """Several stashes as one list of tensors to save, and how each operand comes back from it (None for None)."""
+    parts = [(len(stash.tensors), stash.restore) if stash else None for stash in stashes]
+
+    def restore(saved: list[Tensor]) -> list[Operand | None]:
+        rest, operands = tuple(saved), []
+        for part in parts:
+            operands.append(part[1](rest[: part[0]]) if part else None)
+            rest = rest[part[0] :] if part else rest
+        return operands
+
+    return [tensor for stash in stashes if stash for tensor in stash.tensors], restore
 
 
 def edge_of(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -60,13 +60,13 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, cache: Stash) -> Tensor:
         ctx.save_for_backward(*cache.tensors)
-        ctx.cache, ctx.dtype = cache, h.dtype
+        ctx.restore, ctx.dtype = cache.restore, h.dtype
         return edge_of((h.shape[0], h.shape[1] // 2), h.dtype, h.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        h = values_of(ctx.cache.restore(ctx.saved_tensors))
+        h = values_of(ctx.restore(ctx.saved_tensors))
         return swiglu_backward(h, dout, ctx.dtype)[0], None
 
 
@@ -80,9 +80,9 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     edge = _SwiGLU.apply(h, cache)
     if recipe.swiglu_output == "keep" or recipe.swiglu_input != "cache":
         return Activation(edge, operand)
-    dtype = h.dtype
+    dtype, restore = h.dtype, cache.restore
 
     def recompute(saved: tuple[Tensor, ...]) -> Operand:
-        return down.quantize("input", swiglu_forward(values_of(cache.restore(saved)), dtype), 1)
+        return down.quantize("input", swiglu_forward(values_of(restore(saved)), dtype), 1)
 
     return Activation(edge, operand, Stash(cache.tensors, recompute))

@@ -17,7 +17,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, documents: 
     """Causal softmax(q k^T * scale) v.
 
     Args:
-        q, k: [B, S, H, Dqk]; v: [B, S, H, Dv]; documents: int [B, S] or None. A query sees keys of its own document only.
+        q, k: [B, S, H, Dqk]; v: [B, S, H, Dv]; documents: int [B, S] or None. A query sees keys of its own document only;
+            padding (-1) sees nothing and is not seen.
     Returns:
         output [B, S, H, Dv] in v's dtype and log-sum-exp fp32 [B, H, S]. A query that sees nothing gives 0 and -inf.
     """
@@ -64,7 +65,8 @@ def _scores(q: Tensor, k: Tensor, start: int, stop: int, scale: float, documents
     positions = torch.arange(stop, device=q.device)
     hidden = positions[None, :] > positions[start:stop, None]
     if documents is not None:
-        hidden = hidden | (documents[:, start:stop, None] != documents[:, None, :stop])
+        keys = documents[:, None, :stop]
+        hidden = hidden | (documents[:, start:stop, None] != keys) | (keys < 0)
         hidden = hidden[:, None]
     return scores.masked_fill_(hidden, -torch.inf)
 
