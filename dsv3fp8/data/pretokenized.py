@@ -139,5 +139,5 @@ def synthetic(count: int, tokenizer: Tokenizer) -> Ids:
 
 def _frequent_first(random: np.random.Generator, count: int, tokenizer: Tokenizer) -> Ids:
     """Ids whose frequency falls about as one over the id, without the end of document."""
-    ids = ((tokenizer.vocab_size - 1) ** random.random(count)).astype(np.int64) - 1
+    ids = (tokenizer.vocab_size ** random.random(count)).astype(np.int64) - 1
     return (ids + (ids >= tokenizer.eod)).astype(np.uint32)
