@@ -16,8 +16,11 @@ ABANDONED = 24 * 3600.0  # seconds after which nobody writes to a temporary entr
 
 
 def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/dsv3fp8, or ~/.cache/dsv3fp8."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv3fp8"
+    """$XDG_CACHE_HOME/dsv3fp8, or ~/.cache/dsv3fp8. Raises UserError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv3fp8"
+    except RuntimeError as error:  # a container whose user has no home
+        raise UserError("data.cache_dir is not set and there is no home directory to keep a cache in; set it") from error
 
 
 def finished_entry(cache_dir: Path, name: str, build: Callable[[Path], None], usable: Callable[[Path], bool]) -> Path:

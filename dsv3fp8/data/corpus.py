@@ -19,6 +19,7 @@ from dsv3fp8.data.cache import default_cache_dir, finished_entry
 from dsv3fp8.data.config import DataConfig
 from dsv3fp8.data.fingerprint import Memory, sha256_of
 from dsv3fp8.data.huggingface import HuggingFaceSource
+from dsv3fp8.data.paths import expand_user
 from dsv3fp8.data.prepare import Split, Written, choose, survey, tokenize, training_texts
 from dsv3fp8.data.pretokenized import MemmapFiles, synthetic
 from dsv3fp8.data.sources import FileSource, PythonSource, Source
@@ -73,7 +74,7 @@ class Corpus:
             for name, store in zip(HALVES, (self.train, self.validation), strict=True)
         }
         naming = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-        return {**self._origin, "tokenizer": {**naming, "sha256": sha256_of(tokenizer.to_dict())}, **sizes}
+        return {**self._origin, "tokenizer": {**naming, "sha256": tokenizer.fingerprint}, **sizes}
 
     def summary(self) -> str:
         """One line for a person."""
@@ -94,7 +95,7 @@ def open_corpus(config: DataConfig, cache_dir: Path | None = None, report: Calla
     that takes a while. Raises UserError, one line, for every fault of the data.
     """
     config.validate()
-    cache_dir = cache_dir or (Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir())
+    cache_dir = cache_dir or (expand_user(config.cache_dir) if config.cache_dir else default_cache_dir())
     if config.source == "memmap":
         return _open_memmap(config, Memory(cache_dir))
     if config.source == "synthetic":
@@ -108,7 +109,7 @@ def _open_text(config: DataConfig, cache_dir: Path, report: Callable[[str], None
     decides = {
         "format": FORMAT,
         "corpus": [source.identity, held_out.identity if held_out else None],
-        "tokenizer": tokenizer.to_dict() if tokenizer else ["bpe", _bpe_size(config), config.bpe_training_bytes],
+        "tokenizer": tokenizer.fingerprint if tokenizer else ["bpe", _bpe_size(config), config.bpe_training_bytes],
         "validation_fraction": None if held_out else config.validation_fraction,
         "max_bytes": config.max_bytes,
     }
@@ -182,7 +183,7 @@ def _id_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _path_of(config: DataConfig) -> Path:
-    return Path(config.tokenizer).expanduser()
+    return expand_user(config.tokenizer)
 
 
 BPE_SIZE = 8192  # of a vocabulary that nobody gave a size

@@ -20,6 +20,11 @@ def natural_sort(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: [natural_key(part) for part in path.parts])
 
 
+def expand_user(path: str) -> Path:
+    """`~/x` in the user's home. Left as it is where there is no such user or home."""
+    return Path(os.path.expanduser(path))
+
+
 def expand(patterns: list[str], key: str) -> list[Path]:
     """Every file the patterns name, each once, in natural order.
 
@@ -27,7 +32,7 @@ def expand(patterns: list[str], key: str) -> list[Path]:
     """
     found: dict[str, Path] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = expand_user(pattern)
         if path.is_dir():
             raise UserError(f"{key}: {pattern} is a directory; name the files in it, as in {pattern.rstrip('/')}/*.txt")
         # A name that exists is taken as it is, even if it looks like a glob.

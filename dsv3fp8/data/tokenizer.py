@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv3fp8.data.cache import write_atomically
+from dsv3fp8.data.fingerprint import sha256_of
 from dsv3fp8.errors import UserError
 
 Ids = npt.NDArray[np.uint32]
@@ -38,6 +39,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` makes an equal tokenizer of."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids of a text."""
+        return sha256_of({key: value for key, value in self.to_dict().items() if key != "name"})
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """`encode` of each."""
@@ -123,6 +129,9 @@ class SubwordTokenizer(Tokenizer):
             self._engine = Engine.from_str(definition)
         except Exception as error:  # the package raises the base class itself
             raise ValueError(str(error)) from error
+        # Settings of whoever wrote the file, that would cut documents off or fill them up.
+        self._engine.no_truncation()
+        self._engine.no_padding()
         vocabulary = self._engine.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eod = _find_eod(vocabulary, self._engine.get_added_tokens_decoder(), eod, name)

@@ -214,6 +214,16 @@ def test_a_cache_that_cannot_be_a_directory_is_named(fixtures: Path, tmp_path: P
         open_corpus(config)
 
 
+def test_a_user_without_a_home_is_told_the_key(monkeypatch: pytest.MonkeyPatch, fixtures: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match=r"^data\.cache_dir is not set"):
+        open_corpus(DataConfig(source="files", paths=str(fixtures / "plain.jsonl")))
+
+
 def test_the_cache_is_where_the_key_or_the_environment_says(
     fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

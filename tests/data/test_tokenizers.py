@@ -98,6 +98,24 @@ def test_added_tokens_that_are_text_are_kept(tmp_path: Path) -> None:
     assert tokenizer.encode("a        b").tolist().count(281) == 1
 
 
+def test_truncation_and_padding_written_in_the_file_are_off(tmp_path: Path) -> None:
+    path = tokenizer_json(tmp_path, [AddedToken("</s>", special=True)])
+    engine = Tokenizer.from_file(str(path))
+    engine.enable_truncation(4)
+    engine.enable_padding(length=50)
+    engine.save(str(path))
+    tokenizer = read_tokenizer_json(path)
+    for text in ("a", TEXT):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_fingerprint_is_of_the_ids_not_of_the_place(tmp_path: Path) -> None:
+    path = tokenizer_json(tmp_path, [AddedToken(each, special=True) for each in ("<mine>", "</s>")])
+    (tmp_path / "copy.json").write_bytes(path.read_bytes())
+    assert read_tokenizer_json(path).fingerprint == read_tokenizer_json(tmp_path / "copy.json").fingerprint
+    assert read_tokenizer_json(path).fingerprint != read_tokenizer_json(path, "<mine>").fingerprint
+
+
 def test_the_end_of_document_is_found_by_key_or_by_known_name(tmp_path: Path) -> None:
     path = tokenizer_json(tmp_path, [AddedToken(each, special=True) for each in ("<mine>", "</s>")])
     assert read_tokenizer_json(path).eod == 281
