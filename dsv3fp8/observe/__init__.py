@@ -1,0 +1,1 @@
+"""What runs looked like, read from their directories; looking never changes a result."""
