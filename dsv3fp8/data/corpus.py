@@ -206,7 +206,7 @@ def _build(
     seen_held_out = survey(held_out, None) if held_out else None
     everything = np.zeros(len(seen.sizes), bool)
     split = Split(everything, by="given files") if held_out else choose(seen, source, config.validation_fraction)
-    report(f"tokenizing {seen.bytes / 1e6:.1f} MB of {source.name} once; kept in {entry.parent}")
+    report(f"tokenizing {seen.bytes / 1e3:,.0f} kB of {source.name} once; kept in {entry.parent}")
     if tokenizer is None:
         texts = training_texts(source, config.max_bytes, seen, split, config.bpe_training_bytes)
         tokenizer = train_bpe(texts, _bpe_size(config))

@@ -87,14 +87,18 @@ def _read_lines(path: Path, text_key: str) -> Iterator[Piece]:
             except UnicodeDecodeError as error:
                 raise broken_text(path, start, error) from None
             if text.strip():
-                yield from as_document(_parse(text, path, number, text_key), f"{path}: line {number}: {text_key!r}")
+                yield from as_document(
+                    _parse(text.rstrip("\r\n"), path, number, text_key), f"{path}: line {number}: {text_key!r}"
+                )
 
 
 def _parse(line: str, path: Path, number: int, text_key: str) -> object:
     where = f"{path}: line {number}"
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:  # its own message counts lines from this one
+        raise UserError(f"{where} is not valid JSON ({error.msg}, column {error.colno}); mend or remove the line") from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting without end
         raise UserError(f"{where} is not valid JSON ({error}); mend or remove the line") from None
     if not isinstance(record, dict):
         raise UserError(
