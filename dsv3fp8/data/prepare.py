@@ -102,31 +102,33 @@ def choose(seen: Survey, source: Source, share: float) -> Split:
 
 
 def training_texts(source: Source, limit: int | None, seen: Survey, split: Split, most: int) -> Iterator[str]:
-    """Text of the training split, in pieces: all of it, or documents drawn evenly that make about `most` bytes."""
+    """Text of the training split: all of it, or pieces evenly spread over it that make about `most` bytes."""
     size = int(seen.sizes[~split.held_out].sum()) if split.cut is None else split.cut
-    # The low bits of the hashes: the high ones chose the held-out documents.
-    drawn = (seen.hashes & np.uint64(0xFFFFFFFF)) / 2**32 < most / max(size, 1)
-    drawn |= len(drawn) == 1
-    spent = 0
-    for document, held_out, piece in _routed(source, limit, split):
-        if not held_out and drawn[document] and spent < most:
-            spent += len(piece.text)
+    ratio = min(1.0, most / max(size, 1))
+    passed, taken = 0, 0
+    for held_out, piece in _routed(source, limit, split):
+        if held_out:
+            continue
+        length = len(piece.text.encode())
+        if taken <= passed * ratio:
+            taken += length
             yield piece.text
+        passed += length
 
 
-def _routed(source: Source, limit: int | None, split: Split) -> Iterator[tuple[int, bool, Piece]]:
-    """(index of the document, whether it is held out, piece), in order."""
+def _routed(source: Source, limit: int | None, split: Split) -> Iterator[tuple[bool, Piece]]:
+    """(whether it is held out, piece), in order."""
     document, done = 0, 0
     held_out = bool(split.held_out[0])
     for piece in _visible(source.read(), limit, [0]):
         if document == len(split.held_out):
             raise _changed(source)
         if split.cut is None:
-            yield document, bool(split.held_out[document]), piece
+            yield bool(split.held_out[document]), piece
         else:
             for behind, part in _cut(piece, held_out, split.cut - done):
                 held_out = behind
-                yield document, behind, part
+                yield behind, part
             done += len(piece.text.encode())
         document += piece.last
     if document != len(split.held_out):
@@ -179,7 +181,7 @@ def tokenize(source: Source, limit: int | None, split: Split, tokenizer: Tokeniz
                 target.writer.append(end)
                 target.documents += 1
 
-    for _, is_held_out, piece in _routed(source, limit, split):
+    for is_held_out, piece in _routed(source, limit, split):
         group.texts.append(piece.text)
         group.targets.append((held_out if is_held_out else train, piece.last))
         group.characters += len(piece.text)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import sysconfig
 import threading
@@ -129,7 +130,9 @@ def test_bpe_is_trained_on_the_training_split_alone_and_once(tmp_path: Path, ope
 def test_a_bpe_can_be_trained_on_a_part_of_a_large_corpus(tmp_path: Path, open_files: Open) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "word{i:03} "}}\n' for i in range(1000)))
     corpus = open_files(tmp_path / "a.jsonl", tokenizer="bpe", vocab_size=2000, bpe_training_bytes=2000)
-    assert corpus.tokenizer.vocab_size < 900
+    numbers = [token for token in corpus.tokenizer.to_dict()["definition"]["model"]["vocab"] if re.fullmatch(r"\d{3}", token)]
+    assert 200 < len(numbers) < 300, "2000 of 8000 bytes"
+    assert {token[0] for token in numbers} == set("0123456789"), "from all over the corpus"
     ids = corpus.train.read(0, len(corpus.train))
     assert corpus.tokenizer.decode(ids[:50]).startswith("word000 <|endoftext|>word001 <|endoftext|>")
 
