@@ -44,7 +44,7 @@ class _Attention(torch.autograd.Function):
             out, lse, state = cudnn.attention_forward(q, k, v, call.scale)
         else:
             out, lse = reference.attention_forward(q, k, v, call.scale, call.documents)
-        flat = out.reshape(out.shape[0] * out.shape[1], -1)
+        flat = out.flatten(2).flatten(0, 1)
         call.output = flat
         call.kept = keep(quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat)
         ctx.save_for_backward(q, k, v, lse, *state, *call.kept.tensors)
