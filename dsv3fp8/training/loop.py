@@ -28,6 +28,9 @@ from dsv3fp8.training.speed import Speedometer, memory
 from dsv3fp8.training.state import checkpoint_files
 from dsv3fp8.training.step import StepResult, train_step, validate
 
+# Values flushed to zero are counted on every so many logged steps: counting makes a step of the CPU reference 19 % longer.
+FLUSH_EVERY = 10
+
 
 def train(config: RunConfig) -> int:
     """Train, or go on with the run in run_dir. The exit status: 0 done, 143 or 130 stopped by SIGTERM or SIGINT.
@@ -98,7 +101,8 @@ class Loop:
             if logging:
                 seen.update(expert_balance(run.model.expert_load()))
 
-        with _measured(logging) as meter:
+        counting = validating or step == 1 or _is_due(step, FLUSH_EVERY * training.log_every)
+        with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
             result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip, inspect)
         self.profiler.step()
@@ -186,9 +190,9 @@ class Loop:
 
 
 @contextlib.contextmanager
-def _measured(logging: bool) -> Iterator[FlushMeter | None]:
-    """Count flushed values, on steps whose figures are looked at."""
-    if not logging:
+def _measured(counting: bool) -> Iterator[FlushMeter | None]:
+    """Count flushed values, or do not."""
+    if not counting:
         yield None
         return
     with measure_flush() as meter:

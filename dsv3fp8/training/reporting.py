@@ -14,6 +14,7 @@ from dsv3fp8.training.loggers.progress import Progress
 from dsv3fp8.training.loggers.weights_and_biases import WeightsAndBiases, new_run_id
 from dsv3fp8.training.run_directory import device_name
 from dsv3fp8.training.setup import Run
+from dsv3fp8.yaml_text import dump_yaml
 
 
 class Reporters:
@@ -74,7 +75,7 @@ def record_start(run: Run) -> None:
     manifest = run.model.manifest()
     if directory.config.exists() and run.forked:
         directory.config.replace(directory.path / f"config-until-step-{run.state.step:08d}.yaml")
-    config.save(directory.config)
+    directory.write_text(directory.config.name, dump_yaml(config.to_dict()))
     directory.write_json(
         "corpus.json",
         {**corpus.describe(), "bigram": {"loss": bigram.loss, "bits_per_byte": bigram.bits_per_byte}},

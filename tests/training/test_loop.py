@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from dsv3fp8.config import group_options
 from dsv3fp8.errors import UserError
 from dsv3fp8.training import loop
 from dsv3fp8.training.checkpoint import list_checkpoints, load_file
@@ -65,8 +66,9 @@ def test_a_run_leaves_all_that_is_needed_to_resume_plot_and_compare_it(nano: Any
     for record in records:
         assert record["loss"] == pytest.approx(math.log(320), rel=0.5)
         assert record["expert_load_max"] >= 1
-        assert 0 <= record["flushed_share"] < 1
         assert record["bf16_peak_share"] is None  # a CPU has no such peak
+    assert [record["flushed_share"] is not None for record in records] == [step in (1, 5, 10) for step in range(1, 11)]
+    assert 0 < records[-1]["flushed_share"] < 0.01
     assert ["validation_loss" in record for record in records] == [step in (5, 10) for step in range(1, 11)]
     text = records[-1]["validation_bits_per_byte"] / records[-1]["validation_loss"] * math.log(2)
     assert text == pytest.approx(1, rel=0.01)  # bytes are the tokens; an end of document each few thousand
@@ -83,6 +85,16 @@ def test_the_curve_goes_down(nano: Any) -> None:
     assert train(config) == 0
     records = read_metrics(Path(config.run_dir) / "metrics.jsonl")
     assert records[-1]["validation_loss"] < 0.75 * records[0]["loss"]
+
+
+@pytest.mark.parametrize("recipe", group_options("recipe"))
+def test_every_recipe_trains_with_nothing_but_its_name_changed(nano: Any, recipe: str) -> None:
+    config = nano(f"recipe={recipe}", "training.steps=4", "optimizer.lr=0.01")
+    assert train(config) == 0
+    records = read_metrics(Path(config.run_dir) / "metrics.jsonl")
+    assert records[-1]["skipped"] == 0
+    assert records[-1]["validation_loss"] < records[0]["loss"]
+    assert records[-1]["flushed_share"] == 0 or recipe not in ("fp32", "bf16")
 
 
 @pytest.mark.parametrize(
