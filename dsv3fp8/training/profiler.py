@@ -40,6 +40,8 @@ class StepProfiler:
     def _write(self, recorded: profiler.profile) -> None:
         self._directory.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(self._directory / f"trace-{self._name}.json"))
-        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=by, row_limit=50, max_name_column_width=80)
+        operations = recorded.key_averages()
+        on_gpu = any(operation.self_device_time_total for operation in operations)
+        by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = operations.table(sort_by=by, row_limit=50, max_name_column_width=80)
         (self._directory / f"table-{self._name}.txt").write_text(table, encoding="utf-8")
