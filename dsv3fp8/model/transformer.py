@@ -63,28 +63,31 @@ class Transformer(Masters):
     def head_weight(self) -> Tensor:
         return self.embedding if self.config.tied_head else self.head
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Losses:
-        """Losses of windows tokens int64 [B, S + 1]; documents int [B, S + 1] isolates documents, -1 is padding."""
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, *, ahead: bool = True) -> Losses:
+        """Losses of windows tokens int64 [B, S + 1]; documents int [B, S + 1] isolates documents, -1 is padding.
+
+        ahead=False leaves multi-token prediction out, for validation of the main model; `mtp` is then empty.
+        """
         inputs = tokens[:, :-1]
         sequences = Sequences.of(self.config, inputs, None if documents is None else documents[:, :-1])
         x, balances = self._blocks(inputs, sequences)
         hidden, y, (edge,) = self.norm(x, (x.dtype,))
         loss = self._loss(edge, y, targets_at(tokens, documents, 0))
         mtp = []
-        for depth, module in enumerate(self.mtp, start=1):
+        for depth, module in enumerate(self.mtp if ahead else (), start=1):
             assert isinstance(module, MultiTokenModule)
             batch, length = sequences.shape
-            ahead = sequences.first(max(length - 1, 0))
+            shorter = sequences.first(max(length - 1, 0))
             hidden = hidden.view(batch, length, self.config.dim)[:, :-1].flatten(0, 1)
             embedded = self._embed(inputs[:, depth:])
-            hidden, balance = module(hidden, embedded, ahead)
+            hidden, balance = module(hidden, embedded, shorter)
             balances.append(balance)
             hidden, y, (edge,) = module.norm(hidden, (hidden.dtype,))
             mtp.append(self._loss(edge, y, targets_at(tokens, documents, depth)))
-            sequences = ahead
+            sequences = shorter
         given = [b for b in balances if b is not None]
         balance_sum = torch.stack(given).sum() if given else torch.zeros((), device=tokens.device)
-        return Losses(loss, tuple(mtp), balance_sum, count_targets(tokens, documents, self.config.mtp_depth))
+        return Losses(loss, tuple(mtp), balance_sum, count_targets(tokens, documents, len(mtp)))
 
     def objective(self, losses: Losses, totals: Totals) -> Tensor:
         """The scalar to differentiate: this micro-batch's share of the optimizer step whose sums range over `totals`.

@@ -88,7 +88,7 @@ def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.dev
         targets = 0
         for batch in batches:
             targets += count_targets(batch.tokens, batch.documents, 0).targets
-            total += model(*_moved(batch, device)).loss
+            total += model(*_moved(batch, device), ahead=False).loss
     finally:
         model.train()
         # Weight codes made here were made without a look at their amax: the next step must make, and observe, its own.
