@@ -10,9 +10,12 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from dsv3fp8.config import load_config
 from dsv3fp8.errors import UserError
+from dsv3fp8.model import experts
 from dsv3fp8.model.config import ModelConfig, YarnConfig
+from dsv3fp8.model.linear import RMSNorm
 from dsv3fp8.model.targets import count_targets
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.ops.residual import residual_sum
 
 
 def packed_documents(rows: int, length: int) -> Tensor:
@@ -134,6 +137,26 @@ def test_fp8_keeps_less_than_bf16() -> None:
     batch = windows(config, batch=4, length=64)
     kept = {name: kept_bytes(build(config, recipe(name)), batch)[1] for name in ("bf16", "dsv3")}
     assert kept["dsv3"] < 0.8 * kept["bf16"]
+
+
+def test_gradients_meet_in_the_types_and_branches_in_the_order_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The q_a and kv_a dgrads are summed in FP32, the router's joins BF16 ones in FP32; x1 + routed + shared in that order."""
+    model = build(nano(mtp_depth=0), recipe("bf16"))
+    narrow, full = torch.bfloat16, torch.float32
+    readers: dict[str, tuple[torch.dtype, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            module.register_forward_pre_hook(lambda _, args, name=name: readers.update({name.partition(".1.")[2]: args[1]}))
+    sums: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(experts, "residual_sum", lambda *terms: (sums.append(terms), residual_sum(*terms))[1])
+    shared: list[Tensor] = []
+    model.layers[1].feed_forward.shared.register_forward_hook(lambda _, __, out: shared.append(out))
+    model(windows(model.config))
+    assert readers["attention.norm"] == (full, full)
+    assert readers["attention.q_norm"] == readers["attention.kv_norm"] == (narrow,)
+    assert readers["feed_forward.norm"] == (narrow, narrow, full)
+    assert sums[0][2] is shared[0]
+    assert len(sums[0]) == 3
 
 
 def test_initialization_is_normal_for_matrices_one_for_norms_and_the_same_everywhere() -> None:

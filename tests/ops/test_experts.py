@@ -242,14 +242,14 @@ def emulated(case: Case, chain: Chain, after: bool) -> Result:
 def test_quantized_they_equal_the_emulated_chain(name: str, gate: str) -> None:
     """Wgrad operands are re-tiled from received codes, and 128-token tiles restart at every expert.
 
-    A sum may fall on the other side of a BF16 tie and move a code: a wrong tile, scale kind or order of casts costs more
-    than 1e-2.
+    A sum may fall on the other side of a BF16 tie and move a code, which costs some 1e-4; a wrong tile or scale kind costs
+    more than 1e-2, casting after the dispatch instead of before it 7e-4.
     """
     case = draw(random_ids(260))
     got, want = run(case, recipe(name, f"gate={gate}")), emulated(case, CHAINS[name], gate == "after")
     for part in vars(want):
         ours, theirs = getattr(got, part).double(), getattr(want, part).double()
-        assert float((ours - theirs).norm() / theirs.norm()) < 2e-3, part
+        assert float((ours - theirs).norm() / theirs.norm()) < 5e-4, part
 
 
 def test_what_is_kept_are_the_received_codes_and_swiglus_input_in_e4m3() -> None:
