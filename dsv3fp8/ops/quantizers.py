@@ -38,8 +38,7 @@ class ScaleState(nn.Module):
         calibrating = self.spec.scaling == "static" and self.steps < self.calibration_steps
         # Before there is a history (and while calibrating) the tensor's own amax serves.
         chosen = torch.where((known == 0) | calibrating, amax, known)
-        scale = scale_from_amax(chosen, self.spec.storage, self.spec.scale)
-        return torch.where(torch.isfinite(amax), scale, torch.nan)
+        return scale_from_amax(chosen, self.spec.storage, self.spec.scale)  # quantize poisons tiles that are not finite
 
     @torch.no_grad()
     def end_step(self, applied: bool) -> None:

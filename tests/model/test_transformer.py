@@ -219,6 +219,18 @@ def test_other_presets_build(name: str) -> None:
     assert preset(name, 1024).parameter_counts()["total"] > 1e6
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_per_token_are_six_per_active_matrix_element_and_causal_attention(tied: bool) -> None:
+    config = nano(mtp_depth=1, tied_head=tied)
+    block = 48 * 24 + 24 * 2 * 24 + 48 * (16 + 8) + 16 * 2 * 32 + 2 * 16 * 48  # q_a, q_b, kv_a, kv_b, out
+    dense, moe = 3 * 48 * 72, 4 * 48 + (2 + 1) * 3 * 48 * 40  # router, two routed and one shared expert
+    head, projection = 96 * 48, 2 * 48 * 48
+    main, mtp = 2 * block + dense + moe + head, projection + block + moe + head
+    attention = 3 * 2 * (24 + 16) * 100 / 2 * 2  # blocks, heads, qk + v, half of 100 keys, multiply and add
+    want = 6 * (main + mtp) + 3 * attention
+    assert build(config, recipe("fp32")).flops_per_token(100) == pytest.approx(want)
+
+
 REFUSED = {
     "experts not divisible by groups": ({"experts": 8, "groups": 3}, r"model\.experts=8.*model\.groups=3"),
     "more kept than groups": ({"groups": 2, "kept_groups": 3}, r"model\.kept_groups=3 exceeds model\.groups=2"),
