@@ -52,11 +52,10 @@ class _RoutedExperts(torch.autograd.Function):
         act = swiglu_forward(read_input(h, cache, recipe), edge.dtype, row_weight)
         operand = call.down.quantize("input", act, 1, groups=plan.groups)
         out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
-        keep_operand = recipe.swiglu_output == "keep" or recipe.swiglu_input != "cache"
         tensors, ctx.restore = together(
             keep(received),
             keep(cache),
-            keep(operand) if keep_operand else None,
+            keep(operand) if recipe.swiglu_output == "keep" else None,
             keep(out) if recipe.gate == "after" else None,  # the gate weights' gradient reads it
         )
         ctx.save_for_backward(weights, w_gate_up, w_down, *tensors)

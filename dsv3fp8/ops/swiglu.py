@@ -78,7 +78,7 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
         out = swiglu_forward(read_input(h, cached, recipe), h.dtype)
         operand = down.quantize("input", out, 1)
     edge = _SwiGLU.apply(h, cache)
-    if recipe.swiglu_output == "keep" or recipe.swiglu_input != "cache":
+    if recipe.swiglu_output == "keep":
         return Activation(edge, operand)
     dtype, restore = h.dtype, cache.restore
 

@@ -45,6 +45,23 @@ def test_one_step_gives_every_parameter_a_finite_gradient_in_the_right_direction
     assert cosine(*(torch.cat([g[k].flatten() for k in got]) for g in (got, exact))) > whole
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    """Must show 2: with amax histories filling and static scales freezing on the way."""
+    config = nano()
+    model, batch = build(config, recipe(name, "calibration_steps=3")), windows(config, batch=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        objective = model.objective(parts := model(batch), parts.totals)
+        objective.backward()
+        optimizer.step()
+        model.end_step(True)
+        losses.append(objective.item())
+    assert losses[-1] < 0.6 * losses[0], losses
+
+
 TOGGLES = [
     ("ops.out.input.scale=fp32",), ("roles.input.format=none",), ("roles.weight.format=none",), ("roles.gradient.format=none",),
     ("attention_cache=compute",), ("swiglu_cache.format=compute",), ("swiglu_cache.scale=pow2",), ("gate=after",),

@@ -80,6 +80,16 @@ def test_a_kept_output_and_a_recomputed_one_have_the_same_bits() -> None:
     assert [t.shape[-1] for t in kept.stash.tensors] == [200, 2]
 
 
+def test_the_output_is_recomputed_from_the_cache_also_where_forward_read_h_itself() -> None:
+    """swiglu_output says what is kept, whatever swiglu_input says."""
+    through_cache, from_h = run()[0], run("swiglu_input=bf16")[0]
+    a, b = (out.stash.restore(out.stash.tensors) for out in (through_cache, from_h))
+    assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    assert not torch.equal(from_h.operand.codes.view(torch.uint8), b.codes.view(torch.uint8))
+    kept = run("swiglu_input=bf16", "swiglu_output=keep")[0]
+    assert kept.stash.tensors[0] is kept.operand.codes
+
+
 def test_a_bf16_cache_keeps_h_itself() -> None:
     out, h, dh, saved = run(name="bf16_cache")
     assert [(t.dtype, t.shape) for t in saved] == [(torch.bfloat16, h.shape)]
