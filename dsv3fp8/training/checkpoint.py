@@ -130,6 +130,8 @@ def load_file(checkpoint: Path, name: str) -> Any:
     except FileNotFoundError:
         raise UserError(f"checkpoint {checkpoint} has no file {path.name}: delete that directory to go back") from None
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError and others for broken files
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise  # nothing is wrong with the file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"checkpoint file {path} is damaged ({reason}): delete {checkpoint} to go back to the checkpoint before it"
