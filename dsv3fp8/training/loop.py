@@ -82,9 +82,9 @@ class Loop:
                 assert stop.signal is not None
                 if self._saved_step != state.step:
                     self._save()
-                self.reporters.say(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
+                self.reporters.conclude(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
                 return stop.exit_code
-        self.reporters.say(summary(self.run, record))
+        self.reporters.conclude(summary(self.run, record))
         return 0
 
     def _step(self) -> dict[str, Any]:

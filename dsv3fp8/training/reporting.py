@@ -51,6 +51,11 @@ class Reporters:
         """Show a line on the terminal."""
         self._progress.say(message)
 
+    def conclude(self, message: str) -> None:
+        """End the live display and print the run's last words below it."""
+        self._progress.close()
+        self._progress.say(message)
+
     def advance(self, step: int) -> None:
         """A step without figures is done."""
         self._progress.advance(step)

@@ -66,7 +66,7 @@ class Progress:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was; say() still works."""
         if self._style == "bar":
             self._bar.stop()
 
