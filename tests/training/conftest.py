@@ -11,7 +11,7 @@ from dsv3fp8.config import RunConfig, load_config
 from dsv3fp8.training.metrics import TIMING_FIELDS, read_metrics
 
 NANO = (
-    "data=files", "logging=quiet", "schedule.warmup=3",
+    "data=files", "logging=quiet", "optimizer.lr=0.002", "schedule.warmup=3",
     "model.dim=32", "model.layers=2", "model.heads=2", "model.q_latent=16", "model.kv_latent=16", "model.head_nope=8",
     "model.head_rope=8", "model.head_v=8", "model.ffn=32", "model.expert_ffn=16", "model.experts=4", "model.groups=2",
     "model.kept_groups=1",
