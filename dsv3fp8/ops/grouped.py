@@ -16,26 +16,32 @@ from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """fprop and dgrad: a [rows, K] times each expert's weights [E, N, K]^T -> [rows, N]; inert rows are zero."""
-    n = weights.shape[-2]
     device = a.codes.device if isinstance(a, QuantizedTensor) else a.device
-    out = torch.zeros(plan.rows, n, dtype=out_dtype, device=device)
+    parts = []
     for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        # A GPU likes whole tiles, and inert rows give zeros; the CPU skips them.
-        rows = ceil_div(count, ROWS) * ROWS if device.type == "cuda" else count
+        rows = _computed_rows(count, device)
         if rows:
-            out[start : start + rows] = matmul_nt(_rows(a, start, rows), weights[expert], out_dtype, spec, gemm)
-    return out
+            parts.append(matmul_nt(_rows(a, start, rows), weights[expert], out_dtype, spec, gemm))
+        if inert := ceil_div(count, ROWS) * ROWS - rows:
+            parts.append(torch.zeros(inert, weights.shape[-2], dtype=out_dtype, device=device))
+    return torch.cat(parts) if parts else torch.zeros(0, weights.shape[-2], dtype=out_dtype, device=device)
 
 
 def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, like: Tensor, spec: GemmSpec) -> Tensor:
     """wgrad: per expert dy [rows, N]^T @ x [rows, K] -> [E, N, K] in the master's dtype; zeros for empty experts."""
-    dw = torch.zeros_like(like)
-    for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        rows = ceil_div(count, ROWS) * ROWS if dw.device.type == "cuda" else count
-        if rows:
-            left, right = (_whole_tiles(operand, start, rows) for operand in (dy, x))
-            dw[expert] = matmul_nt(transposed(left), transposed(right), dw.dtype, spec, "wgrad")
-    return dw
+    parts = []
+    for start, count in zip(plan.starts, plan.counts, strict=True):
+        if count:
+            left, right = (_whole_tiles(operand, start, _computed_rows(count, like.device)) for operand in (dy, x))
+            parts.append(matmul_nt(transposed(left), transposed(right), like.dtype, spec, "wgrad"))
+        else:
+            parts.append(torch.zeros_like(like[0]))
+    return torch.stack(parts)
+
+
+def _computed_rows(count: int, device: torch.device) -> int:
+    """Rows of an expert that are multiplied: a GPU likes whole tiles, and inert rows give zeros; the CPU skips them."""
+    return ceil_div(count, ROWS) * ROWS if device.type == "cuda" else count
 
 
 def _rows(operand: Operand, start: int, count: int) -> Operand:

@@ -56,7 +56,9 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) ->
         scale_b,
         recipe_b,
         output_dtype=torch.float32 if once else out_dtype,
-    )[:m, :n]
+    )
+    if (rows_a, rows_b) != (m, n):
+        out = out[:m, :n]
     if once:
         out = (out * (a.expanded_scale() * b.expanded_scale().mT)).to(out_dtype)
     return out
@@ -77,7 +79,10 @@ def _padded(codes: Tensor) -> Tensor:
 
 def _column_major(scale: Tensor, rows: int) -> Tensor:
     """A grid [R, blocks] with rows contiguous (strides 1, rows), padded by ones to `rows`."""
-    return F.pad(scale.mT, (0, rows - scale.shape[0]), value=1.0).contiguous().mT
+    seen = scale.mT
+    if rows != scale.shape[0]:
+        seen = F.pad(seen, (0, rows - scale.shape[0]), value=1.0)
+    return seen.contiguous().mT
 
 
 def _rows_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:
@@ -93,7 +98,7 @@ def _rows_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:
             row_parts=operand.row_parts,
         )
         scale = per_row.expanded_scale()
-    return scale.expand(rows, blocks).contiguous()
+    return scale.expand(rows, blocks)
 
 
 def _blocks_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:
@@ -103,5 +108,6 @@ def _blocks_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:
 
 def _grid_128(scale: Tensor) -> Tensor:
     """cuBLASLt's layout of a 128x128 grid: K contiguous and padded to 4 -> [roundup(K blocks, 4), row blocks]."""
-    padded = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0).contiguous()
-    return padded.mT
+    if scale.shape[1] % 4:
+        scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+    return scale.contiguous().mT
