@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from dsv3fp8.cli import share_cores
+
+share_cores()  # before a test module loads torch
+
 # The same examples in every run: a new failure has a new cause in the code. Slow machines are no failures.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

@@ -178,6 +178,19 @@ def test_the_local_rank_of_torch_distributed_launch_reaches_us(tmp_path: Path) -
     assert f"dsv3fp8 {dsv3fp8.__version__}" in done.stdout, done.stderr
 
 
+def test_threads_spin_less_unless_the_user_has_said_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    cli.share_cores()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    cli.share_cores()
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    cli.share_cores()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     """I01: commands import what they need when they run."""
     code = "import sys; from dsv3fp8.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
