@@ -57,10 +57,18 @@ def write_atomically(path: Path, text: str) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
                 stream.write(text)
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it the owner's alone
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def _umask() -> int:
+    """The process's mask for new files; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 @contextlib.contextmanager

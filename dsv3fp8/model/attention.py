@@ -7,6 +7,7 @@ x + W_o attention(rope(q), [k_nope, rope(k_rope)], v)
 
 from __future__ import annotations
 
+from einops import rearrange
 from torch import Tensor
 
 from dsv3fp8.model.config import ModelConfig
@@ -49,13 +50,11 @@ class Attention(Masters):
             q = self._up(q, self.q_norm, self.q_b)
         c_kv, k_rope = self.kv_a(Activation(edges[1], for_kv)).split([config.kv_latent, config.head_rope], -1)
         kv = self._up(c_kv, self.kv_norm, self.kv_b)
-        q, k, v = mla_rope(
-            q.view(*sequences.shape, config.heads, config.head_qk),
-            kv.view(*sequences.shape, config.heads, config.head_nope + config.head_v),
-            k_rope.reshape(*sequences.shape, config.head_rope),
-            sequences.cos,
-            sequences.sin,
-        )
+        batch = sequences.shape[0]
+        q = rearrange(q, "(b s) (h d) -> b s h d", b=batch, h=config.heads)
+        kv = rearrange(kv, "(b s) (h d) -> b s h d", b=batch, h=config.heads)
+        k_rope = rearrange(k_rope, "(b s) r -> b s r", b=batch)
+        q, k, v = mla_rope(q, kv, k_rope, sequences.cos, sequences.sin)
         heads = attention(q, k, v, self.scale, sequences.documents, self.recipe, self.out.quantizers)
         return self.out(heads, residual=rail)
 

@@ -1,6 +1,7 @@
 """Text to ids and back, and the promise that no text ever becomes a control token."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,12 @@ def test_a_file_that_is_no_saved_tokenizer_is_refused_by_name(content: str | Non
         path.write_text(content)
     with pytest.raises(UserError, match=rf"^{path}: is not a saved tokenizer"):
         load_tokenizer(path)
+
+
+def test_a_saved_tokenizer_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        ByteTokenizer().save(tmp_path / "tokenizer.json")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "tokenizer.json").stat().st_mode & 0o777 == 0o640

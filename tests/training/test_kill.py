@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_a_second_signal_stops_at_once() -> None:
 def test_a_file_size_limit_is_one_line_before_any_step(data_words: list[str], tmp_path: Path) -> None:
     """K10: `ulimit -f` below the size of a checkpoint; its unit is 512 or 1024 bytes, as the shell pleases."""
     words = [*data_words, f"run_dir={tmp_path}/run"]
-    command = f"ulimit -f 200; exec {' '.join(TRAIN)} {' '.join(map(repr, words))}"
+    command = f"ulimit -f 200; exec {shlex.join([*TRAIN, *words])}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
