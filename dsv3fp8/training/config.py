@@ -66,7 +66,7 @@ class TrainingConfig:
             if getattr(self, name) < least
         ]  # fmt: skip
         if self.seed >= 2**63:
-            problems.append(f"training.seed={self.seed} must be below 2^63")
+            problems.append(f"training.seed={self.seed} must be below 2**63")
         if not (math.isfinite(self.clip) and self.clip >= 0):
             problems.append(f"training.clip={self.clip} must be a norm above 0, or 0 for no clipping")
         if self.device not in DEVICES:

@@ -33,7 +33,7 @@ def test_sensible_settings_pass() -> None:
     [
         (replace(TRAINING, steps=0, keep=0), "training.steps=0 must be at least 1; training.keep=0 must be at least 1"),
         (replace(TRAINING, clip=-1.0), "training.clip=-1.0 must be a norm above 0"),
-        (replace(TRAINING, seed=2**64), "training.seed=18446744073709551616 must be below 2^63"),
+        (replace(TRAINING, seed=2**64), "training.seed=18446744073709551616 must be below 2\\*\\*63"),
         (replace(TRAINING, clip=float("nan")), "training.clip=nan"),
         (replace(TRAINING, device="tpu"), "training.device=tpu must be one of auto, cpu, cuda"),
         (replace(OPTIMIZER, name="sgd"), "optimizer.name=sgd must be adamw"),
