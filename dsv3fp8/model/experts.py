@@ -41,7 +41,7 @@ class MoELayer(Masters):
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.config, self.recipe = config, recipe
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
         self.router = Router(config)
         self.experts = RoutedExperts(config, recipe)
         self.shared = (
@@ -65,6 +65,7 @@ class MoELayer(Masters):
         )  # fmt: skip
         branches = [routed_experts(edges[0], payload, routing.weights, experts.gate_up, experts.down, call)]
         if self.shared is not None:
-            branches.append(self.shared(Activation(edges[1], for_shared[0])))
+            stash = self.norm.stash(x, for_shared[0], readers[1])
+            branches.append(self.shared(Activation(edges[1], for_shared[0], stash)))
         balance = balance_loss(routing.scores, config.top_k, sequences.shape[0], sequences.real)
         return residual_sum(rail, *branches), balance

@@ -31,10 +31,11 @@ class DenseLayer(Masters):
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
         self.ffn = FeedForward(recipe, config.dim, config.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         rail, y, edges = self.norm(x, (x.dtype,))
-        operand = mint(y, [self.ffn.gate_up.quantizers])[0]
-        return residual_sum(rail, self.ffn(Activation(edges[0], operand)))
+        reader = self.ffn.gate_up.quantizers
+        operand = mint(y, [reader])[0]
+        return residual_sum(rail, self.ffn(Activation(edges[0], operand, self.norm.stash(x, operand, reader))))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dsv3fp8.ops.linear import linear
 from dsv3fp8.ops.norm import norm
 from dsv3fp8.ops.quantizers import LinearQuantizers
-from dsv3fp8.ops.stash import Activation
+from dsv3fp8.ops.recompute import Projection, norm_again
+from dsv3fp8.ops.stash import Activation, Stash, keep
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import Operand
@@ -45,18 +46,29 @@ class Linear(Masters):
     def forward(self, x: Activation, residual: Tensor | None = None) -> Tensor:
         return linear(x, self.weight, self.quantizers, self.codes, residual=residual, out_parts=self.parts)
 
+    def projection(self, x: Activation) -> Projection:
+        """This linear of x for a backward that runs it again."""
+        return Projection(x.stash, self.weight, self.quantizers, self.codes)
+
 
 class RMSNorm(Masters):
     """RMSNorm with its junction: see ops.norm."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, recipe: Recipe) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.eps, self.recompute = eps, recipe.recompute != "none"
 
     def forward(self, x: Tensor, readers: tuple[torch.dtype, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """(rail, y, one edge per reader)."""
         return norm(x, self.weight, self.eps, readers)
+
+    def stash(self, x: Tensor, operand: Operand, reader: LinearQuantizers | None = None) -> Stash:
+        """What one reader of norm(x) keeps of it for wgrad: its operand, or the norm's input to make it again from.
+
+        reader: the quantizers that minted the operand from y; None where the operand is y itself.
+        """
+        return norm_again(x, self.weight, self.eps, operand, reader) if self.recompute else keep(operand)
 
 
 def mint(y: Tensor, readers: list[LinearQuantizers]) -> list[Operand]:

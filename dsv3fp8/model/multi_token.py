@@ -14,7 +14,7 @@ from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.linear import Linear, Masters, RMSNorm
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.embedding import join_edges
-from dsv3fp8.ops.stash import Activation
+from dsv3fp8.ops.stash import Activation, beside
 from dsv3fp8.precision.recipe import Recipe
 
 
@@ -23,15 +23,16 @@ class MultiTokenModule(Masters):
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
-        self.embedding_norm = RMSNorm(config.dim, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.embedding_norm = RMSNorm(config.dim, config.norm_eps, recipe)
         self.projection = Linear(recipe, "mtp_projection", 2 * config.dim, config.dim)
         self.block = Block(config, recipe, dense=not config.has_experts)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
 
     def forward(self, hidden: Tensor, embedded: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         _, left, (left_edge,) = self.hidden_norm(hidden, (hidden.dtype,))
         _, right, (right_edge,) = self.embedding_norm(embedded, (embedded.dtype,))
-        joined = Activation(join_edges(left_edge, right_edge), torch.cat((left, right), -1))
+        stash = beside(self.hidden_norm.stash(hidden, left), self.embedding_norm.stash(embedded, right))
+        joined = Activation(join_edges(left_edge, right_edge), torch.cat((left, right), -1), stash)
         out: tuple[Tensor, Tensor | None] = self.block(self.projection(joined), sequences)
         return out

@@ -54,7 +54,7 @@ class Transformer(Masters):
         self.config, self.recipe, self.vocab_size = config, recipe, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.layers = nn.ModuleList(Block(config, recipe, dense=i < config.dense_layers) for i in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
         if not config.tied_head:
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.mtp = nn.ModuleList(MultiTokenModule(config, recipe) for _ in range(config.mtp_depth))
@@ -71,8 +71,7 @@ class Transformer(Masters):
         inputs = tokens[:, :-1]
         sequences = Sequences.of(self.config, inputs, None if documents is None else documents[:, :-1])
         x, balances = self._blocks(inputs, sequences)
-        hidden, y, (edge,) = self.norm(x, (x.dtype,))
-        loss = self._loss(edge, y, targets_at(tokens, documents, 0))
+        hidden, loss = self._loss(self.norm, x, targets_at(tokens, documents, 0))
         mtp = []
         for depth, module in enumerate(self.mtp if ahead else (), start=1):
             assert isinstance(module, MultiTokenModule)
@@ -82,8 +81,8 @@ class Transformer(Masters):
             embedded = self._embed(inputs[:, depth:])
             hidden, balance = module(hidden, embedded, shorter)
             balances.append(balance)
-            hidden, y, (edge,) = module.norm(hidden, (hidden.dtype,))
-            mtp.append(self._loss(edge, y, targets_at(tokens, documents, depth)))
+            hidden, loss_ahead = self._loss(module.norm, hidden, targets_at(tokens, documents, depth))
+            mtp.append(loss_ahead)
             sequences = shorter
         given = [b for b in balances if b is not None]
         balance_sum = torch.stack(given).sum() if given else torch.zeros((), device=tokens.device)
@@ -120,8 +119,11 @@ class Transformer(Masters):
     def _embed(self, ids: Tensor) -> Tensor:
         return embedding(ids.flatten(), self.embedding, self.recipe.compute)
 
-    def _loss(self, edge: Tensor, y: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(edge, y, self.head_weight, targets.flatten(), self.recipe.compute).sum()
+    def _loss(self, norm: RMSNorm, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(x for a reader beside the head, the summed loss of the head on norm(x))."""
+        rail, y, (edge,) = norm(x, (x.dtype,))
+        kept = norm.stash(x, y)
+        return rail, cross_entropy(edge, y, self.head_weight, targets.flatten(), self.recipe.compute, kept).sum()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

@@ -17,6 +17,7 @@ from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.attention import cudnn, reference
 from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.recompute import KeptInputs, keep_inputs
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision.formats import E5M6
 from dsv3fp8.precision.recipe import Recipe
@@ -25,11 +26,15 @@ from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
 
 @dataclass
 class AttentionCall:
-    """scale: the softmax scale; documents: int [B, S] or None; kept: the output as kept, [B * S, H * Dv], set by forward."""
+    """scale: the softmax scale; documents: int [B, S] or None; inputs: what is kept of q, k, v.
+
+    kept: the output as kept, [B * S, H * Dv], set by forward.
+    """
 
     scale: float
     documents: Tensor | None
     cache_format: str
+    inputs: KeptInputs
     output: Tensor | None = None
     kept: Stash | None = None
 
@@ -47,32 +52,43 @@ class _Attention(torch.autograd.Function):
         flat = out.flatten(2).flatten(0, 1)
         call.output = flat
         call.kept = keep(quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat)
-        ctx.save_for_backward(q, k, v, lse, *state, *call.kept.tensors)
+        ctx.save_for_backward(lse, *state, *call.kept.tensors, *call.inputs.tensors)
         ctx.scale, ctx.documents, ctx.restore, ctx.n_state = call.scale, call.documents, call.kept.restore, len(state)
+        ctx.restore_inputs, ctx.n_kept = call.inputs.restore, len(call.kept.tensors)
         return edge_of(flat.shape, out.dtype, out.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, lse, *rest = ctx.saved_tensors
-        kept = values_of(ctx.restore(tuple(rest[ctx.n_state :])))
+        lse, *rest = ctx.saved_tensors
+        state, rest = rest[: ctx.n_state], rest[ctx.n_state :]
+        kept = values_of(ctx.restore(tuple(rest[: ctx.n_kept])))
+        q, k, v = ctx.restore_inputs(tuple(rest[ctx.n_kept :]))
         # E5M6 times a power of two is exact in BF16: the cast changes nothing.
         out, dout = kept.view_as(v).to(v.dtype), dout.reshape(v.shape)
-        if ctx.n_state:
-            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (rest[0], rest[1]), ctx.scale)
+        if state:
+            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (state[0], state[1]), ctx.scale)
         else:
             dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, ctx.scale, ctx.documents)
         return dq, dk, dv, None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, documents: Tensor | None, recipe: Recipe, out_proj: LinearQuantizers
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    documents: Tensor | None,
+    recipe: Recipe,
+    out_proj: LinearQuantizers,
+    inputs: KeptInputs | None = None,
 ) -> Activation:
     """q, k [B, S, H, Dqk], v [B, S, H, Dv] -> the out projection's input, [B * S, H * Dv].
 
     out_proj: the quantizers of the out projection, which mint its operand.
+    inputs: how backward gets q, k, v back; by default they are kept.
     """
-    call = AttentionCall(scale, documents, recipe.attention_cache)
+    call = AttentionCall(scale, documents, recipe.attention_cache, inputs or keep_inputs(q, k, v))
     edge = _Attention.apply(q, k, v, call)
     assert call.output is not None
     assert call.kept is not None

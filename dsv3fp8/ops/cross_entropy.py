@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels.gemm.reference import matmul_nt
+from dsv3fp8.ops.stash import Stash, keep
 from dsv3fp8.ops.weights import compute_dtype
+from dsv3fp8.precision.tiles import values_of
 
 IGNORED = -100
 CHUNK_VALUES = 2**24  # logits of one chunk: 64 MB in fp32
@@ -31,7 +33,7 @@ def head_logits(hidden: Tensor, weight: Tensor, compute: str) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, edge: Tensor, weight: Tensor, hidden: Tensor, targets: Tensor, compute: str) -> Tensor:
+    def forward(ctx: Any, edge: Tensor, weight: Tensor, hidden: Tensor, targets: Tensor, compute: str, kept: Stash) -> Tensor:
         dtype = compute_dtype(compute, weight)
         low = weight.detach().to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -41,14 +43,15 @@ class _CrossEntropy(torch.autograd.Function):
             lse[rows] = torch.logsumexp(logits, -1)
             picked = logits.gather(1, targets[rows].clamp(min=0)[:, None])[:, 0]
             loss[rows] = torch.where(targets[rows] == IGNORED, 0.0, lse[rows] - picked)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.compute = compute
+        ctx.save_for_backward(weight, targets, lse, *kept.tensors)
+        ctx.compute, ctx.restore = compute, kept.restore
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets, lse = ctx.saved_tensors
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        weight, targets, lse, *kept = ctx.saved_tensors
+        hidden = values_of(ctx.restore(tuple(kept)))
         dtype = compute_dtype(ctx.compute, weight)
         low = weight.to(dtype)
         low_t = low.mT.contiguous()
@@ -62,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
             dlogits = (dlogits * scale[:, None]).to(dtype)
             dhidden[rows] = matmul_nt(dlogits, low_t, hidden.dtype)
             dweight += matmul_nt(dlogits.mT, hidden[rows].mT, dweight.dtype)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -70,11 +73,14 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, min(start + step, hidden.shape[0])) for start in range(0, hidden.shape[0], step)]
 
 
-def cross_entropy(edge: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, compute: str) -> Tensor:
+def cross_entropy(
+    edge: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, compute: str, kept: Stash | None = None
+) -> Tensor:
     """Loss of every token, fp32 [T], 0 where targets is IGNORED.
 
     hidden [T, D] in the compute dtype and the autograd edge its gradient leaves by (may be hidden itself);
     weight: the head's FP32 master [V, D]; targets: int64 [T]; compute: the recipe's.
+    kept: how backward gets hidden back; by default it is kept.
     """
-    loss: Tensor = _CrossEntropy.apply(edge, weight, hidden.detach(), targets, compute)
+    loss: Tensor = _CrossEntropy.apply(edge, weight, hidden.detach(), targets, compute, kept or keep(hidden.detach()))
     return loss

@@ -70,18 +70,26 @@ class LinearQuantizers(nn.Module):
                 self.states[role] = ScaleState(spec, recipe, experts if role in per_expert else 0)
 
     def quantize(
-        self, role: str, x: Tensor, k_axis: int, *, row_parts: int = 1, col_parts: int = 1, groups: Tensor | None = None
+        self,
+        role: str,
+        x: Tensor,
+        k_axis: int,
+        *,
+        row_parts: int = 1,
+        col_parts: int = 1,
+        groups: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Operand:
         """x as the GEMM operand of `role`, K along axis 1 or 0; x itself where the recipe does not quantize.
 
         groups: the expert of each block of 128 rows, for tensors born inside the experts.
+        scale: for roles with kept scales, the one that forward used, where a tensor is made again: it is not observed twice.
         """
         spec: OperandSpec = getattr(self.gemm, role)
         if not spec.quantized:
             return x
         tile = spec.tile_along(k_axis)
-        scale = None
-        if role in self.states:
+        if role in self.states and scale is None:
             scale = self._kept_scale(role, x, groups)
         return quantize(x, spec.storage, tile, spec.scale, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
 

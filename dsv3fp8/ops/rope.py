@@ -21,19 +21,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
+def lay_out(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`mla_rope` without autograd, for forward and for a backward that makes q, k, v again."""
+    rope = k_rope.shape[-1]
+    nope = q.shape[-1] - rope
+    rotated = rotate(wide(q[..., nope:]), cos[:, :, None], sin[:, :, None]).to(q.dtype)
+    shared = rotate(wide(k_rope), cos, sin).to(k_rope.dtype)
+    k_nope, v = kv[..., :nope], kv[..., nope:]
+    k = torch.cat((k_nope, shared[:, :, None].expand(*k_nope.shape[:-1], rope)), dim=-1)
+    return torch.cat((q[..., :nope], rotated), dim=-1), k, v.contiguous()
+
+
 class _MlaRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rope = k_rope.shape[-1]
-        nope = q.shape[-1] - rope
-        heads_cos, heads_sin = cos[:, :, None], sin[:, :, None]
-        rotated = rotate(wide(q[..., nope:]), heads_cos, heads_sin).to(q.dtype)
-        shared = rotate(wide(k_rope), cos, sin).to(k_rope.dtype)
         ctx.save_for_backward(cos, sin)
-        ctx.nope = nope
-        k_nope, v = kv[..., :nope], kv[..., nope:]
-        k = torch.cat((k_nope, shared[:, :, None].expand(*k_nope.shape[:-1], rope)), dim=-1)
-        return torch.cat((q[..., :nope], rotated), dim=-1), k, v.contiguous()
+        ctx.nope = q.shape[-1] - k_rope.shape[-1]
+        return lay_out(q, kv, k_rope, cos, sin)
 
     @staticmethod
     @once_differentiable

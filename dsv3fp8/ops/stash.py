@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor, values_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,17 @@ def together(*stashes: Stash | None) -> tuple[list[Tensor], Callable[[list[Tenso
         return operands
 
     return [tensor for stash in stashes if stash for tensor in stash.tensors], restore
+
+
+def beside(left: Stash, right: Stash) -> Stash:
+    """Two stashes of unquantized operands as one of [left | right], which is not kept beside its parts."""
+    tensors, restore = together(left, right)
+
+    def joined(saved: tuple[Tensor, ...]) -> Operand:
+        parts = restore(list(saved))
+        return torch.cat([values_of(part) for part in parts if part is not None], -1)
+
+    return Stash(tuple(tensors), joined)
 
 
 def edge_of(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

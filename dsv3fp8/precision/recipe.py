@@ -157,7 +157,7 @@ class Recipe:
         _one_of("recipe.swiglu_input", self.swiglu_input, ("cache", "bf16"))
         _one_of("recipe.swiglu_output", self.swiglu_output, ("recompute", "keep"))
         _one_of("recipe.gate", self.gate, ("before", "after"))
-        _one_of("recipe.recompute", self.recompute, ("none",))
+        _one_of("recipe.recompute", self.recompute, ("none", "norms", "norms_and_up"))
         for key in ("amax_history", "calibration_steps"):
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
                 raise UserError(f"recipe.{key}={getattr(self, key)!r}: give a whole number of steps, 1 or more")

@@ -1,13 +1,17 @@
 """What one MoE block keeps for backward, in bytes per token, against the contract's table (CONTRACT 4 and 5)."""
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 import torch
-from support import nano, recipe
+from support import build, nano, recipe, windows
 from torch import Tensor
 
 from dsv3fp8.model.block import Block
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.precision.recipe import Recipe
 
 # As many tokens as fill a tile for every expert, and every expert for every token: no inert rows.
 CONFIG = nano(
@@ -17,29 +21,48 @@ CONFIG = nano(
 TOKENS = 128
 
 
-def per_token(config: ModelConfig, fp8: bool, swiglu_output: bool) -> int:
-    """The table's column "kept for backward", added up; scores and ids not counted."""
+def per_token(config: ModelConfig, fp8: bool, swiglu_output: bool, recompute: str = "none") -> int:
+    """The table's column "kept for backward", added up; scores and ids not counted.
+
+    norms: of the norms' outputs only the received copies stay, which another rank would have to send again.
+    norms_and_up: q, k, v go too; what they are made of are the BF16 latents and k_rope, here counted on its own.
+    """
 
     def stored(width: int) -> int:  # E4M3 codes and fp32 scales of 1x128 tiles, or BF16
         return width + 4 * (width // 128) if fp8 else 2 * width
 
     heads, outputs = config.heads, config.heads * config.head_v
     residuals = 2 * 2 * config.dim
-    norms = 2 * stored(config.dim)
-    latents = 2 * (config.q_latent + config.kv_latent) + stored(config.q_latent) + stored(config.kv_latent)
-    attention = 2 * heads * (2 * config.head_qk + config.head_v) + 4 * heads
+    latents = [width for width in (config.q_latent, config.kv_latent) if width]
+    rest = 2 * sum(latents)
+    if recompute == "none":
+        rest += 2 * stored(config.dim) + sum(stored(width) for width in latents)
+    attention = 2 * config.head_rope if recompute == "norms_and_up" else 2 * heads * (2 * config.head_qk + config.head_v)
+    attention += 4 * heads
     attention += outputs * 3 // 2 + 4 * (outputs // 128) if fp8 else 2 * outputs
     received = config.top_k * stored(config.dim)
     hidden = (config.top_k + config.shared_experts) * stored(config.expert_ffn)
-    return residuals + norms + latents + attention + received + hidden * (3 if swiglu_output else 2)
+    return residuals + rest + attention + received + hidden * (3 if swiglu_output else 2)
 
 
-def kept(config: ModelConfig, name: str, *overrides: str) -> float:
-    block = Block(config, recipe(name, *overrides), dense=False)
+def kept(config: ModelConfig, name: str, *overrides: str, dense: bool = False) -> float:
+    """Bytes per token that autograd holds of one block, each storage once, parameters left out."""
+    block = Block(config, recipe(name, *overrides), dense)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     x = torch.randn(TOKENS, config.dim).bfloat16().requires_grad_()
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    sequences = Sequences.of(config, torch.zeros(1, TOKENS, dtype=torch.int64), None)
+    return saved_by(block, lambda: block(x, sequences)[0])
+
+
+def kept_of_model(config: ModelConfig, given: Recipe) -> float:
+    """The same of a whole model."""
+    model = build(config, given)
+    return saved_by(model, lambda: model.objective(parts := model(windows(config, 1, TOKENS)), parts.totals))
+
+
+def saved_by(module: torch.nn.Module, forward: Callable[[], Tensor]) -> float:
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -47,11 +70,9 @@ def kept(config: ModelConfig, name: str, *overrides: str) -> float:
             saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    sequences = Sequences.of(config, torch.zeros(1, TOKENS, dtype=torch.int64), None)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out, balance = block(x, sequences)
+        out = forward()
     assert out.requires_grad
-    assert balance is not None
     return sum(saved.values()) / TOKENS
 
 
@@ -62,17 +83,38 @@ def kept(config: ModelConfig, name: str, *overrides: str) -> float:
         ("bf16", ("swiglu_output=keep",), False, True),
     ],
 )  # fmt: skip
-def test_a_moe_block_keeps_what_the_contract_lists(name: str, overrides: tuple[str, ...], fp8: bool, output: bool) -> None:
-    """No BF16 copy of what is kept in FP8, no operand beside its cache."""
-    listed = per_token(CONFIG, fp8, output)
+@pytest.mark.parametrize("recompute", ["none", "norms", "norms_and_up"])
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, q_latent=None)], ids=["V3", "V2-Lite"])
+def test_a_moe_block_keeps_what_the_contract_lists(
+    config: ModelConfig, recompute: str, name: str, overrides: tuple[str, ...], fp8: bool, output: bool
+) -> None:
+    """No BF16 copy of what is kept in FP8, no operand beside its cache; a V3-like block and one without a query latent."""
+    listed = per_token(config, fp8, output, recompute)
     # Beside it: k_rope's columns in kv_a's output, RoPE's table, and the router's fp32 numbers per expert and choice.
-    small = 2 * CONFIG.head_rope + 4 * CONFIG.head_rope + 64 * CONFIG.experts
-    assert listed <= kept(CONFIG, name, *overrides) <= listed + small
+    small = 2 * config.head_rope + 4 * config.head_rope + 64 * config.experts
+    assert listed <= kept(config, name, f"recompute={recompute}", *overrides) <= listed + small
+
+
+@pytest.mark.parametrize("name", ["dsv3", "bf16"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_outside_the_blocks_recomputation_drops_the_last_norms_output_and_those_of_multi_token_prediction(
+    name: str, depth: int
+) -> None:
+    """Per token in BF16: D for the output head, and 2D more where two norms feed the projection of a depth."""
+    config = nano(dim=256, layers=1, dense_layers=1, mtp_depth=depth, context=TOKENS)
+    blocks = [kept_of_model(config, recipe(name, f"recompute={value}")) for value in ("none", "norms")]
+    alone = [kept(config, name, f"recompute={value}", dense=True) for value in ("none", "norms")]
+    outside = (blocks[0] - blocks[1]) - (1 + depth) * (alone[0] - alone[1])
+    assert outside == pytest.approx(2 * config.dim * (1 + 3 * depth), rel=0.02)
 
 
 def test_the_table_adds_up_to_the_contracts_numbers_for_v3() -> None:
     v3 = ModelConfig(
         dim=7168, heads=128, q_latent=1536, kv_latent=512, head_nope=128, head_rope=64, head_v=128, expert_ffn=2048, top_k=8
     )
-    assert per_token(v3, fp8=True, swiglu_output=False) == 303_488
-    assert per_token(v3, fp8=False, swiglu_output=True) == 455_168
+    bf16 = per_token(v3, fp8=False, swiglu_output=True)
+    assert bf16 == 455_168
+    fp8 = {value: per_token(v3, True, False, value) for value in ("none", "norms", "norms_and_up")}
+    assert fp8 == {"none": 303_488, "norms": 286_592, "norms_and_up": 155_648}
+    assert [round(fp8[value] / bf16, 3) for value in ("none", "norms_and_up")] == [0.667, 0.342]
+    assert round(per_token(v3, fp8=True, swiglu_output=True) / bf16, 3) == 0.709

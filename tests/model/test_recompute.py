@@ -1,0 +1,114 @@
+"""`recipe.recompute` changes what is kept and no bit of any result: gradients, expert loads, amax histories."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support import RECIPES, build, gradients, nano, recipe, windows
+from torch import Tensor
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.ops.quantizers import ScaleState
+from dsv3fp8.precision.recipe import Recipe
+
+VALUES = ("norms", "norms_and_up")
+CONFIG = nano()  # with a query latent, routed and shared experts and multi-token prediction
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 10 + [-1] * 3, [2] * 1 + [3] * 20], dtype=torch.int32)
+
+
+@dataclass
+class Outcome:
+    """Of two optimizer steps: gradients and expert loads of the last, and the state with its histories and biases."""
+
+    gradients: dict[str, Tensor]
+    loads: Tensor
+    state: dict[str, Tensor]
+
+
+def two_steps(given: Recipe, config: ModelConfig = CONFIG, device: str = "cpu") -> Outcome:
+    """Micro-batches with and without isolated documents."""
+    model = build(config, given).to(device)
+    for step in range(2):
+        batches = [windows(config, seed=2 * step + i).to(device) for i in range(2)]
+        grads = gradients(model, batches, [DOCUMENTS.to(device), None])
+        loads = model.expert_load().clone()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= 0.01 * grads[name]
+        model.end_step(True)
+    return Outcome(grads, loads, model.state_dict())
+
+
+def assert_same_bits(got: Outcome, want: Outcome) -> None:
+    assert torch.equal(got.loads, want.loads)
+    for ours, theirs in ((got.gradients, want.gradients), (got.state, want.state)):
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_gives_the_same_bits_whatever_is_recomputed(name: str) -> None:
+    """Also with histories filling (delayed) and scales frozen after the first step (static)."""
+    base = two_steps(recipe(name, "calibration_steps=1"))
+    assert all(torch.isfinite(grad).all() for grad in base.gradients.values())
+    for value in VALUES:
+        assert_same_bits(two_steps(recipe(name, "calibration_steps=1", f"recompute={value}")), base)
+
+
+TOGGLES = [
+    ("gate=after",), ("operand=bf16",), ("swiglu_input=bf16",), ("swiglu_output=keep", "gate=after", "operand=bf16"),
+    ("ops.q_b.input.format=none",), ("ops.kv_b.weight.format=none", "ops.q_a.input.tile=row"),
+    ("ops.kv_b.input.tile=tensor", "ops.kv_b.input.scaling=delayed"), ("roles.weight.tile=1x128",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("toggle", TOGGLES, ids="+".join)
+def test_other_keys_compose_with_recomputation(toggle: tuple[str, ...]) -> None:
+    base = two_steps(recipe("dsv3", *toggle))
+    assert_same_bits(two_steps(recipe("dsv3", *toggle, "recompute=norms_and_up")), base)
+
+
+@pytest.mark.parametrize("name", ["dsv3", "static"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"q_latent": None, "score": "softmax"}, {"shared_experts": 0, "top_k": 4}, {"tied_head": True, "mtp_depth": 2}],
+    ids=str,
+)
+def test_other_models_give_the_same_bits(name: str, sizes: dict[str, object]) -> None:
+    """Queries straight from the hidden state are made again from the attention norm's input."""
+    config = nano(**sizes)
+    base = two_steps(recipe(name), config)
+    for value in VALUES:
+        assert_same_bits(two_steps(recipe(name, f"recompute={value}"), config), base)
+
+
+@pytest.mark.parametrize("name", ["delayed", "static"])
+def test_a_recomputed_operand_is_not_observed_again_and_takes_forwards_scale(name: str) -> None:
+    """Histories may have moved on before backward runs; the operand's codes must be those that fprop read."""
+    model = build(CONFIG, recipe(name, "recompute=norms"))
+    gradients(model, [windows(CONFIG)])
+    model.end_step(True)
+    attention = model.layers[0].attention
+    x = torch.randn(9, CONFIG.dim, dtype=torch.bfloat16)
+    _, y, _ = attention.norm(x, ())
+    reader = attention.kv_a.quantizers
+    operand = reader.quantize("input", y, 1)
+    stash = attention.norm.stash(x, operand, reader)
+    state = reader.states["input"]
+    assert isinstance(state, ScaleState)
+    state.history.mul_(4.0)
+    state.current.zero_()
+    again = stash.restore(stash.tensors)
+    assert torch.equal(again.codes.view(torch.uint8), operand.codes.view(torch.uint8))
+    assert torch.equal(again.scale, operand.scale)
+    assert torch.count_nonzero(state.current) == 0
+
+
+def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
+    """Recomputed q, k, v would come from codes that forward never read."""
+    model = build(CONFIG, recipe("dsv3", "recompute=norms_and_up"))
+    losses = model(windows(CONFIG))
+    with torch.no_grad():
+        model.layers[1].attention.kv_b.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.objective(losses, losses.totals).backward()
