@@ -123,6 +123,8 @@ def memory_advice(config: "RunConfig") -> str:
     advice = [f"lower training.context={training.context}", f"take a smaller model than model={config.model.name}"]
     if config.optimizer.moments != "bf16":
         advice.append("store the moments in BF16 with optimizer.moments=bf16")
+    if config.recipe.recompute != "norms_and_up":
+        advice.insert(0, "keep less for backward with recipe.recompute=norms_and_up, which changes no bit of the run")
     if training.batch > 1:
         advice.insert(0, f"lower training.batch={training.batch} and raise training.accumulate={training.accumulate}")
     return f"out of memory: {', or '.join(advice)}"

@@ -117,8 +117,10 @@ def test_out_of_memory_is_one_line_with_what_to_change(
     assert cli.main(["train", "training.batch=7", "training.context=129", "model=tiny"]) == 1
     line = error_line(capsys)
     assert line.startswith("dsv3fp8: error: out of memory: lower training.batch=7 and raise training.accumulate=1")
-    for advice in ("training.context=129", "model=tiny", "optimizer.moments=bf16"):
+    for advice in ("training.context=129", "model=tiny", "optimizer.moments=bf16", "recipe.recompute=norms_and_up"):
         assert advice in line
+    assert cli.main(["train", "recipe.recompute=norms_and_up"]) == 1
+    assert "recompute" not in error_line(capsys)
 
 
 def test_a_full_disk_is_one_line_with_the_file(

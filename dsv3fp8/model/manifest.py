@@ -23,6 +23,13 @@ ALWAYS_HIGH = {
 }
 
 
+RECOMPUTED = {
+    "none": "no norm, no projection",
+    "norms": "norm outputs",
+    "norms_and_up": "norm outputs and the up-projections (attention's q, k, v)",
+}
+
+
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(in, out) features of every linear op this model has."""
     dim, heads = config.dim, config.heads
@@ -120,6 +127,7 @@ def format_manifest(manifest: dict[str, Any]) -> str:
     kept = f"  kept per token and layer: attention output {attention['format']} ({attention['bytes']} bytes)"
     sizes = ", ".join(f"{v} bytes {k.removeprefix('bytes_').replace('_', ' ')}" for k, v in swiglu.items() if k != "format")
     lines.append(f"{kept}, SwiGLU input {swiglu['format']} ({sizes})")
+    lines.append(f"  recomputed in backward: {RECOMPUTED[manifest['choices']['recompute']]}")
     lines.append("  fp32: router, softmax, norm statistics, loss, weight gradients, master weights")
     reasons = sorted({f"{b['backend']}: {b['reason']}" for b in manifest["backends"]})
     lines.extend(f"  backend {reason}" for reason in reasons)

@@ -52,14 +52,16 @@ class _RoutedExperts(torch.autograd.Function):
         act = swiglu_forward(read_input(h, cache, recipe), edge.dtype, row_weight)
         operand = call.down.quantize("input", act, 1, groups=plan.groups)
         out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
+        made_again = recipe.swiglu_output == "recompute"
+        scale = call.down.known_scale("input", operand) if made_again else ()
         tensors, ctx.restore = together(
             keep(received),
             keep(cache),
-            keep(operand) if recipe.swiglu_output == "keep" else None,
+            None if made_again else keep(operand),
             keep(out) if recipe.gate == "after" else None,  # the gate weights' gradient reads it
         )
-        ctx.save_for_backward(weights, w_gate_up, w_down, *tensors)
-        ctx.call, ctx.dtype = call, edge.dtype
+        ctx.save_for_backward(weights, w_gate_up, w_down, *tensors, *scale)
+        ctx.call, ctx.dtype, ctx.scales = call, edge.dtype, len(scale)
         return combine(out, plan, weights if recipe.gate == "after" else None)
 
     @staticmethod
@@ -68,6 +70,7 @@ class _RoutedExperts(torch.autograd.Function):
         weights, w_gate_up, w_down, *saved = ctx.saved_tensors
         call: ExpertsCall = ctx.call
         plan, recipe, dtype = call.plan, call.recipe, ctx.dtype
+        scale = saved.pop() if ctx.scales else None
         received, cache, operand, output = ctx.restore(saved)
         before = recipe.gate == "before"
         row_weight = dispatch_copies(weights, plan) if before else None
@@ -77,7 +80,7 @@ class _RoutedExperts(torch.autograd.Function):
         h = values_of(cache)
         if operand is None:
             act = swiglu_forward(h, dtype, row_weight)
-            operand = call.down.quantize("input", act, 1, groups=plan.groups)
+            operand = call.down.quantize("input", act, 1, groups=plan.groups, scale=scale)
         dw_down = grouped_wgrad(
             call.down.retile("gradient", dout, plan.groups), call.down.retile("input", operand, plan.groups),
             plan, w_down, call.down.gemm,

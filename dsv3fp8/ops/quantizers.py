@@ -93,6 +93,11 @@ class LinearQuantizers(nn.Module):
             scale = self._kept_scale(role, x, groups)
         return quantize(x, spec.storage, tile, spec.scale, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
 
+    def known_scale(self, role: str, quantized: Operand) -> tuple[Tensor, ...]:
+        """The scale to keep for `quantize(scale=)` where a tensor is made again: none unless it outlives this tensor."""
+        # The state may have moved on by the time backward runs.
+        return (quantized.scale,) if role in self.states and isinstance(quantized, QuantizedTensor) else ()
+
     def other_orientation(self, role: str, x: Tensor, quantized: Operand, k_axis: int, **parts: int | Tensor | None) -> Operand:
         """x quantized along another axis; the same codes where they serve both."""
         if not isinstance(quantized, QuantizedTensor) or getattr(self.gemm, role).one_orientation:

@@ -18,7 +18,7 @@ from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.rope import lay_out
 from dsv3fp8.ops.stash import Stash
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.tiles import Operand
 
 
 def norm_again(x: Tensor, gamma: Tensor, eps: float, operand: Operand, reader: LinearQuantizers | None) -> Stash:
@@ -26,9 +26,7 @@ def norm_again(x: Tensor, gamma: Tensor, eps: float, operand: Operand, reader: L
 
     operand: what the reader's fprop reads. reader: the quantizers that minted it; None where the output is read as it is.
     """
-    scale: tuple[Tensor, ...] = ()
-    if isinstance(operand, QuantizedTensor) and reader is not None and "input" in reader.states:
-        scale = (operand.scale,)  # the state may have moved on by the time backward runs
+    scale = reader.known_scale("input", operand) if reader is not None else ()
 
     def restore(saved: tuple[Tensor, ...]) -> Operand:
         x, gamma, *known = saved

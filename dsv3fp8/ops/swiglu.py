@@ -80,9 +80,12 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     edge = _SwiGLU.apply(h, cache)
     if recipe.swiglu_output == "keep":
         return Activation(edge, operand)
-    dtype, restore = h.dtype, cache.restore
+    dtype, restore, scale = h.dtype, cache.restore, down.known_scale("input", operand)
+    cached_parts = len(cache.tensors)
 
     def recompute(saved: tuple[Tensor, ...]) -> Operand:
-        return down.quantize("input", swiglu_forward(values_of(restore(saved)), dtype), 1)
+        out = swiglu_forward(values_of(restore(saved[:cached_parts])), dtype)
+        known = saved[cached_parts:]
+        return down.quantize("input", out, 1, scale=known[0] if known else None)
 
-    return Activation(edge, operand, Stash(cache.tensors, recompute))
+    return Activation(edge, operand, Stash((*cache.tensors, *scale), recompute))

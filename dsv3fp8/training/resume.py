@@ -16,6 +16,7 @@ FREE_KEYS = {
     "resume",
     "data.cache_dir",
     "data.workers",
+    "recipe.recompute",
     "training.device",
     "training.validate_every",
     "training.validation_batches",

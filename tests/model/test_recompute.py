@@ -112,3 +112,21 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
         model.layers[1].attention.kv_b.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.objective(losses, losses.totals).backward()
+
+
+@pytest.mark.parametrize("value", ["none", *VALUES])
+@pytest.mark.parametrize("name", ["delayed", "static"])
+def test_backward_observes_gradients_only(name: str, value: str) -> None:
+    """What is made again was observed in forward; SwiGLU's output, made from its cache, may even have another amax."""
+    model = build(CONFIG, recipe(name, "swiglu_input=bf16", f"recompute={value}"))
+
+    def observed() -> dict[str, Tensor]:
+        states = {name: module for name, module in model.named_modules() if isinstance(module, ScaleState)}
+        return {name: state.current.clone() for name, state in states.items()}
+
+    losses = model(windows(CONFIG))
+    before = observed()
+    model.objective(losses, losses.totals).backward()
+    changed = {key for key, amax in observed().items() if not torch.equal(amax, before[key])}
+    assert changed
+    assert all(key.endswith(".gradient") for key in changed), changed

@@ -9,6 +9,7 @@ SAVED = {
     "model": {"dim": 64, "vocab_size": 320},
     "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
     "data": {"path": "a", "workers": 0},
+    "recipe": {"name": "dsv3", "recompute": "none"},
     "logging": {"wandb": "offline"},
     "training": {"steps": 10, "checkpoint_every": 5, "batch": 4},
     "run_dir": "runs/a",
@@ -19,10 +20,11 @@ def with_changes(**groups: dict) -> dict:
     return {key: {**value, **groups.get(key, {})} if isinstance(value, dict) else value for key, value in SAVED.items()}
 
 
-def test_what_only_looks_or_saves_may_change() -> None:
+def test_what_only_looks_or_saves_or_recomputes_may_change() -> None:
     current = with_changes(
-        data={"workers": 2}, logging={"wandb": "disabled"}, training={"checkpoint_every": 1}, model={"vocab_size": None}
-    )
+        data={"workers": 2}, logging={"wandb": "disabled"}, training={"checkpoint_every": 1}, model={"vocab_size": None},
+        recipe={"recompute": "norms"},
+    )  # fmt: skip
     assert changed_keys(SAVED, {**current, "run_dir": "runs/b"}) == {}
 
 
