@@ -15,7 +15,7 @@ from dsv3fp8.data import Corpus, TrainBatches, open_corpus
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
 from dsv3fp8.training.checks import fit_vocabulary, select_device
-from dsv3fp8.training.host import keep_freed_memory
+from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
 from dsv3fp8.training.run_directory import RunDirectory
@@ -58,6 +58,7 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
     device = select_device(config.training.device)
     if device.type == "cpu":
         keep_freed_memory()
+        limit_memory()
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:
         # cuBLAS is deterministic only with a workspace of its own, which it reads when CUDA starts.
