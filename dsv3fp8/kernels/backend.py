@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.gemm import cublaslt, reference
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
@@ -68,6 +69,8 @@ def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, ge
     """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
     choice = choose_gemm(a, b, spec.accumulator)
     taken[f"{spec.op}.{gemm}", choice.backend, choice.reason] += 1
+    if (log := ledger.active()) is not None:
+        log.note_kernel(spec.op, gemm, choice.backend, a, b)
     if choice.backend == "cublaslt":
         assert isinstance(a, QuantizedTensor)
         assert isinstance(b, QuantizedTensor)

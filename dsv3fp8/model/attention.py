@@ -28,15 +28,15 @@ class Attention(Masters):
         super().__init__()
         self.config, self.recipe = config, recipe
         heads, dim = config.heads, config.dim
-        self.norm = RMSNorm(dim, config.norm_eps, recipe)
+        self.norm = RMSNorm(dim, config.norm_eps, recipe, "attention_norm")
         if config.q_latent is None:
             self.q = Linear(recipe, "q", dim, heads * config.head_qk)
         else:
             self.q_a = Linear(recipe, "q_a", dim, config.q_latent)
-            self.q_norm = RMSNorm(config.q_latent, config.norm_eps, recipe)
+            self.q_norm = RMSNorm(config.q_latent, config.norm_eps, recipe, "q_norm")
             self.q_b = Linear(recipe, "q_b", config.q_latent, heads * config.head_qk)
         self.kv_a = Linear(recipe, "kv_a", dim, config.kv_latent + config.head_rope)
-        self.kv_norm = RMSNorm(config.kv_latent, config.norm_eps, recipe)
+        self.kv_norm = RMSNorm(config.kv_latent, config.norm_eps, recipe, "kv_norm")
         self.kv_b = Linear(recipe, "kv_b", config.kv_latent, heads * (config.head_nope + config.head_v))
         self.out = Linear(recipe, "out", heads * config.head_v, dim)
         self.scale = softmax_scale(config)
@@ -52,6 +52,7 @@ class Attention(Masters):
         if config.q_latent is not None:
             up_q, of_q = self.q_b, self._latent(self.q_a(of_q), self.q_norm, self.q_b)
         c_kv, k_rope = self.kv_a(of_kv).split([config.kv_latent, config.head_rope], -1)
+        c_kv, k_rope = c_kv.contiguous(), k_rope.contiguous()  # keeping one must not keep the other
         of_kv = self._latent(c_kv, self.kv_norm, self.kv_b)
         batch = sequences.shape[0]
         q = rearrange(up_q(of_q), "(b s) (h d) -> b s h d", b=batch, h=config.heads)

@@ -41,7 +41,7 @@ class MoELayer(Masters):
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
         self.config, self.recipe = config, recipe
-        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "ffn_norm")
         self.router = Router(config)
         self.experts = RoutedExperts(config, recipe)
         self.shared = (

@@ -31,7 +31,7 @@ class DenseLayer(Masters):
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "ffn_norm")
         self.ffn = FeedForward(recipe, config.dim, config.ffn)
 
     def forward(self, x: Tensor) -> Tensor:

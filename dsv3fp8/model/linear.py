@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from dsv3fp8.ops import report
 from dsv3fp8.ops.linear import linear
 from dsv3fp8.ops.norm import norm
 from dsv3fp8.ops.quantizers import LinearQuantizers
@@ -54,14 +55,15 @@ class Linear(Masters):
 class RMSNorm(Masters):
     """RMSNorm with its junction: see ops.norm."""
 
-    def __init__(self, dim: int, eps: float, recipe: Recipe) -> None:
+    def __init__(self, dim: int, eps: float, recipe: Recipe, name: str) -> None:
         super().__init__()
+        self.name = name
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps, self.recompute = eps, recipe.recompute != "none"
 
     def forward(self, x: Tensor, readers: tuple[torch.dtype, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """(rail, y, one edge per reader)."""
-        return norm(x, self.weight, self.eps, readers)
+        return norm(x, self.weight, self.eps, readers, self.name)
 
     def stash(self, x: Tensor, operand: Operand, reader: LinearQuantizers | None = None) -> Stash:
         """What one reader of norm(x) keeps of it for wgrad: its operand, or the norm's input to make it again from.
@@ -78,6 +80,7 @@ def mint(y: Tensor, readers: list[LinearQuantizers]) -> list[Operand]:
         for i, reader in enumerate(readers):
             same = next((j for j in range(i) if _agree(readers[j], reader)), None)
             operands.append(reader.quantize("input", y, 1) if same is None else operands[same])
+    report.minted([reader.gemm.op for reader in readers], operands)
     return operands
 
 

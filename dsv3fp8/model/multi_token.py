@@ -15,21 +15,24 @@ from dsv3fp8.model.linear import Linear, Masters, RMSNorm
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.embedding import join_edges
 from dsv3fp8.ops.stash import Activation, beside
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
 
 
 class MultiTokenModule(Masters):
     """One depth: hidden [T, D] of the depth before and embedding [T, D] of the token ahead -> hidden [T, D]."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+    def __init__(self, config: ModelConfig, recipe: Recipe, scope: str = "mtp.0") -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(config.dim, config.norm_eps, recipe)
-        self.embedding_norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.scope = scope
+        self.hidden_norm = RMSNorm(config.dim, config.norm_eps, recipe, "hidden_norm")
+        self.embedding_norm = RMSNorm(config.dim, config.norm_eps, recipe, "embedding_norm")
         self.projection = Linear(recipe, "mtp_projection", 2 * config.dim, config.dim)
-        self.block = Block(config, recipe, dense=not config.has_experts)
-        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.block = Block(config, recipe, dense=not config.has_experts, scope=scope)
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "final_norm")
 
     def forward(self, hidden: Tensor, embedded: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
+        ledger.enter(self.scope)
         _, left, (left_edge,) = self.hidden_norm(hidden, (hidden.dtype,))
         _, right, (right_edge,) = self.embedding_norm(embedded, (embedded.dtype,))
         stash = beside(self.hidden_norm.stash(hidden, left), self.embedding_norm.stash(embedded, right))

@@ -23,6 +23,7 @@ from dsv3fp8.ops.cross_entropy import cross_entropy, head_logits
 from dsv3fp8.ops.embedding import embedding
 from dsv3fp8.ops.quantizers import ScaleState
 from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
 
 
@@ -53,11 +54,13 @@ class Transformer(Masters):
             raise UserError("model.vocab_size=null: a run takes it from its tokenizer; give a number to build without one")
         self.config, self.recipe, self.vocab_size = config, recipe, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.layers = nn.ModuleList(Block(config, recipe, dense=i < config.dense_layers) for i in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps, recipe)
+        self.layers = nn.ModuleList(
+            Block(config, recipe, dense=i < config.dense_layers, scope=f"layers.{i}") for i in range(config.layers)
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "final_norm")
         if not config.tied_head:
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.mtp = nn.ModuleList(MultiTokenModule(config, recipe) for _ in range(config.mtp_depth))
+        self.mtp = nn.ModuleList(MultiTokenModule(config, recipe, scope=f"mtp.{d}") for d in range(config.mtp_depth))
 
     @property
     def head_weight(self) -> Tensor:
@@ -109,11 +112,13 @@ class Transformer(Masters):
             return head_logits(y, self.head_weight, self.recipe.compute).view(*tokens.shape, -1)
 
     def _blocks(self, inputs: Tensor, sequences: Sequences) -> tuple[Tensor, list[Tensor | None]]:
+        ledger.enter("")
         x = self._embed(inputs)
         balances: list[Tensor | None] = []
         for block in self.layers:
             x, balance = block(x, sequences)
             balances.append(balance)
+        ledger.enter("")
         return x, balances
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ forward operand is requantized from the decoded cache (operand: cache) or from t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.recompute import KeptInputs, keep_inputs
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E5M6
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
@@ -51,10 +53,14 @@ class _Attention(torch.autograd.Function):
             out, lse = reference.attention_forward(q, k, v, call.scale, call.documents)
         flat = out.flatten(2).flatten(0, 1)
         call.output = flat
-        call.kept = keep(quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat)
+        cache: Operand = quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat
+        call.kept = keep(cache, "attn_cache")
         ctx.save_for_backward(lse, *state, *call.kept.tensors, *call.inputs.tensors)
         ctx.scale, ctx.documents, ctx.restore, ctx.n_state = call.scale, call.documents, call.kept.restore, len(state)
         ctx.restore_inputs, ctx.n_kept = call.inputs.restore, len(call.kept.tensors)
+        ctx.node = ledger.here("attention")
+        if ctx.node:
+            _report_forward(ctx.node, choice.backend, (q, k, v), (flat, lse, cache), call, state)
         return edge_of(flat.shape, out.dtype, out.device)
 
     @staticmethod
@@ -62,15 +68,35 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         lse, *rest = ctx.saved_tensors
         state, rest = rest[: ctx.n_state], rest[ctx.n_state :]
-        kept = values_of(ctx.restore(tuple(rest[: ctx.n_kept])))
+        kept = ctx.restore(tuple(rest[: ctx.n_kept]))
         q, k, v = ctx.restore_inputs(tuple(rest[ctx.n_kept :]))
         # E5M6 times a power of two is exact in BF16: the cast changes nothing.
-        out, dout = kept.view_as(v).to(v.dtype), dout.reshape(v.shape)
+        out, dout = values_of(kept).view_as(v).to(v.dtype), dout.reshape(v.shape)
         if state:
             dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (state[0], state[1]), ctx.scale)
         else:
             dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, ctx.scale, ctx.documents)
+        if ctx.node:
+            ctx.node.ledger.note_kernel("attention", "dgrad", "cudnn" if state else "reference", q, k, v, dout)
+            reads = {"q": q, "k": k, "v": v, "lse": lse, "attn_cache": kept, "dattn_out": dout}
+            ctx.node.report("backward", dq, reads, {"dq": dq, "dk": dk, "dv": dv})
         return dq, dk, dv, None
+
+
+def _report_forward(
+    node: ledger.Node, taken: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor, Operand], call: AttentionCall,
+    state: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    flat, lse, cache = outputs
+    reads: dict[str, Operand | Sequence[Operand] | None] = dict(zip("qkv", inputs, strict=True))
+    packed = cache if isinstance(cache, QuantizedTensor) else None
+    kept = reads if len(call.inputs.tensors) == 3 else {"inputs": call.inputs.tensors}
+    node.ledger.note_kernel("attention", "fprop", taken, *inputs)
+    node.report(
+        "forward", flat, reads, {"attn_out": flat, "lse": lse, "attn_cache": packed},
+        {**kept, "lse": lse, "attn_cache": cache, "rng_state": state},
+        fused=("e5m6",) if packed else (), holds={"documents": call.documents},
+    )  # fmt: skip
 
 
 def attention(
@@ -98,4 +124,7 @@ def attention(
         operand: Operand = out_proj.quantize("input", source, 1)
         if not isinstance(operand, QuantizedTensor):
             operand = operand.to(v.dtype)
+        elif node := ledger.here("requantize"):
+            read = {"attn_cache": cache} if recipe.operand == "cache" else {"attn_out": call.output}
+            node.report("forward", operand, read, {"attn_operand": operand})
     return Activation(edge, operand, call.kept)

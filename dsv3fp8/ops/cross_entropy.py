@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from dsv3fp8.kernels.gemm.reference import matmul_nt
 from dsv3fp8.ops.stash import Stash, keep
 from dsv3fp8.ops.weights import compute_dtype
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.tiles import values_of
 
 IGNORED = -100
@@ -45,6 +46,10 @@ class _CrossEntropy(torch.autograd.Function):
             loss[rows] = torch.where(targets[rows] == IGNORED, 0.0, lse[rows] - picked)
         ctx.save_for_backward(weight, targets, lse, *kept.tensors)
         ctx.compute, ctx.restore = compute, kept.restore
+        ctx.node = ledger.here("head")
+        if ctx.node:
+            keeps = {"y": kept.tensors, "targets": targets, "lse": lse}
+            ctx.node.report("forward", low, {"y": hidden, "w_head": low}, {"loss": loss}, keeps)
         return loss
 
     @staticmethod
@@ -65,6 +70,9 @@ class _CrossEntropy(torch.autograd.Function):
             dlogits = (dlogits * scale[:, None]).to(dtype)
             dhidden[rows] = matmul_nt(dlogits, low_t, hidden.dtype)
             dweight += matmul_nt(dlogits.mT, hidden[rows].mT, dweight.dtype)
+        if ctx.node:
+            ctx.node.report("backward", low, {"dloss": dloss, "w_head": low}, {"dy": dhidden})
+            ctx.node.report("wgrad", low, {"y": hidden}, {"dw_head": dweight})
         return dhidden, dweight, None, None, None, None
 
 

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.ops.weights import compute_dtype
+from dsv3fp8.precision import ledger
 
 
 def embedding(ids: Tensor, weight: Tensor, compute: str) -> Tensor:
     """Rows of the FP32 master [V, D] for ids int64 [T], rounded to the compute dtype. Its gradient sums in FP32."""
-    return F.embedding(ids, weight).to(compute_dtype(compute, weight))
+    out = F.embedding(ids, weight).to(compute_dtype(compute, weight))
+    if node := ledger.here("embedding"):
+        node.report("forward", out, {"ids": ids, "w_embedding": weight}, {"x0": out}, {"ids": ids})
+    return out
 
 
 class _Join(torch.autograd.Function):

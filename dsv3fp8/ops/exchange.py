@@ -82,6 +82,14 @@ def dispatch(x: Operand, plan: Plan) -> Operand:
     return replace(x, codes=codes, scale=scale, shape=shape, tile=replace(x.tile, rows=1))
 
 
+def wire_bytes(rows: Operand, plan: Plan) -> int:
+    """Bytes of the live rows [rows, D]: codes and their scales as stored. Gate weights and indices are not counted."""
+    parts = [rows]
+    if isinstance(rows, QuantizedTensor):  # one scale for all rows is known to both sides
+        parts = [rows.codes] if rows.tile.rows is None else [rows.codes, rows.scale]
+    return sum(plan.counts) * sum(part.shape[-1] * part.element_size() for part in parts if isinstance(part, Tensor))
+
+
 def dispatch_copies(x: Tensor, plan: Plan) -> Tensor:
     """One value per (token, choice), [T, K] -> [rows] in expert order; 0 in inert rows."""
     return torch.where(plan.live, x[plan.token, plan.choice], 0)

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies
+from dsv3fp8.ops import report
+from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies, wire_bytes
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
 from dsv3fp8.ops.norm import wide
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import keep, together
-from dsv3fp8.ops.swiglu import input_cache, read_input, swiglu_backward, swiglu_forward
+from dsv3fp8.ops.swiglu import cache_name, input_cache, read_input, report_forward, swiglu_backward, swiglu_forward
 from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.precision.tiles import Operand, values_of
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor, values_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,11 @@ class _RoutedExperts(torch.autograd.Function):
         )
         ctx.save_for_backward(weights, w_gate_up, w_down, *tensors, *scale)
         ctx.call, ctx.dtype, ctx.scales = call, edge.dtype, len(scale)
-        return combine(out, plan, weights if recipe.gate == "after" else None)
+        routed = combine(out, plan, weights if recipe.gate == "after" else None)
+        ctx.node = ledger.here("dispatch")
+        if ctx.node:
+            _report_forward(ctx.node, call, (w_gate_up, w_down), x, received, weights, h, cache, act, operand, out, routed)
+        return routed
 
     @staticmethod
     @once_differentiable
@@ -75,16 +81,21 @@ class _RoutedExperts(torch.autograd.Function):
         before = recipe.gate == "before"
         row_weight = dispatch_copies(weights, plan) if before else None
 
-        dout, dweights = _combine_backward(dy.contiguous(), weights, output, call)
+        dout, dweights = _combine_backward(dy.contiguous(), weights, output, call, ctx.node)
         dact = grouped_rows(dout, call.down_codes.dgrad(w_down), plan, dtype, call.down.gemm, "dgrad")
         h = values_of(cache)
         if operand is None:
             act = swiglu_forward(h, dtype, row_weight)
             operand = call.down.quantize("input", act, 1, groups=plan.groups, scale=scale)
-        dw_down = grouped_wgrad(
-            call.down.retile("gradient", dout, plan.groups), call.down.retile("input", operand, plan.groups),
-            plan, w_down, call.down.gemm,
-        )  # fmt: skip
+        dout_t, operand_t = call.down.retile("gradient", dout, plan.groups), call.down.retile("input", operand, plan.groups)
+        dw_down = grouped_wgrad(dout_t, operand_t, plan, w_down, call.down.gemm)
+        if ctx.node:
+            down = ctx.node.at("expert_down")
+            reads = {"dexpert_out": dout, "w_expert_down": call.down_codes.dgrad(w_down)}
+            down.report("backward", dact, reads, {"dact": dact})
+            report.retiled(down, "dexpert_out", dout, dout_t, "_dy")
+            report.retiled(down, "act", operand, operand_t)
+            down.report("wgrad", dw_down, {"dexpert_out": dout_t, "act": operand_t}, {"dw_expert_down": dw_down})
         dh, drow = swiglu_backward(h, dact, dtype, row_weight)
         if before:
             assert drow is not None
@@ -92,25 +103,83 @@ class _RoutedExperts(torch.autograd.Function):
         along_n = call.gate_up.quantize("gradient", dh, 1, col_parts=2, groups=plan.groups)
         along_tokens = call.gate_up.other_orientation("gradient", dh, along_n, 0, col_parts=2, groups=plan.groups)
         drows = grouped_rows(along_n, call.gate_up_codes.dgrad(w_gate_up), plan, dtype, call.gate_up.gemm, "dgrad")
-        dw_gate_up = grouped_wgrad(
-            along_tokens, call.gate_up.retile("input", received, plan.groups), plan, w_gate_up, call.gate_up.gemm
-        )
-        return combine(drows, plan), dweights, dw_gate_up, dw_down, None, None
+        received_t = call.gate_up.retile("input", received, plan.groups)
+        dw_gate_up = grouped_wgrad(along_tokens, received_t, plan, w_gate_up, call.gate_up.gemm)
+        dx = combine(drows, plan)
+        if ctx.node:
+            swiglu, gate_up = ctx.node.at("expert_swiglu"), ctx.node.at("expert_gate_up")
+            swiglu.report(
+                "backward", dh, {cache_name(cache): cache, "dact": dact, "gate": row_weight}, {"dh": dh, "dgate": drow}
+            )
+            report.gradient_cast(gate_up, dh, along_n, along_tokens)
+            reads = {"dh": along_n, "w_expert_gate_up": call.gate_up_codes.dgrad(w_gate_up)}
+            gate_up.report("backward", drows, reads, {"dreceived": drows})
+            report.retiled(gate_up, "received", received, received_t)
+            reads = {"dh": along_tokens, "received": received_t}
+            gate_up.report("wgrad", dw_gate_up, reads, {"dw_expert_gate_up": dw_gate_up})
+            wire = wire_bytes(drows, plan)
+            ctx.node.report("backward", wide(drows), {"dreceived": drows}, {"dpayload": dx}, wire=wire)
+        return dx, dweights, dw_gate_up, dw_down, None, None
 
 
-def _combine_backward(dy: Tensor, weights: Tensor, output: Tensor | None, call: ExpertsCall) -> tuple[Operand, Tensor | None]:
+def _report_forward(
+    node: ledger.Node, call: ExpertsCall, masters: tuple[Tensor, Tensor], x: Operand, received: Operand, weights: Tensor,
+    h: Tensor, cache: Operand, act: Tensor, operand: Operand, out: Tensor, routed: Tensor,
+) -> None:  # fmt: skip
+    plan, recipe = call.plan, call.recipe
+    inert = 1 - sum(plan.counts) / plan.rows if plan.rows else 0.0
+    indices = {"plan": (plan.token, plan.choice, plan.live, plan.slot, plan.sent, plan.groups)}
+    wire = wire_bytes(received, plan)
+    node.report(
+        "forward", received, {"payload": x, "gate": weights}, {"received": received}, {"received": received},
+        wire=wire, holds=indices, inert=inert,
+    )  # fmt: skip
+    codes = call.gate_up_codes.fprop(masters[0])
+    node.at("expert_gate_up").report("forward", h, {"received": received, "w_expert_gate_up": codes}, {"h": h})
+    gate = weights if recipe.gate == "before" else None
+    report_forward(node.at("expert_swiglu"), "expert_", h, cache, act, operand, recipe, gate, inert)
+    keeps: dict[str, Operand | tuple[Tensor, ...]] = {"act_scale": call.down.known_scale("input", operand)}
+    if recipe.swiglu_output == "keep":
+        keeps = {"act": operand}
+    if recipe.gate == "after":
+        keeps["expert_out"] = out
+    codes = call.down_codes.fprop(masters[1])
+    node.at("expert_down").report(
+        "forward", out, {"act": operand, "w_expert_down": codes}, {"expert_out": out}, keeps, inert=inert
+    )
+    wire, reads = wire_bytes(out, plan), {"expert_out": out, "gate": None if recipe.gate == "before" else weights}
+    node.at("combine").report("forward", wide(out), reads, {"routed": routed}, {"gate": weights}, wire=wire)
+
+
+def _combine_backward(
+    dy: Tensor, weights: Tensor, output: Tensor | None, call: ExpertsCall, node: ledger.Node | None
+) -> tuple[Operand, Tensor | None]:
     """The gradient of every row as it arrives, and with `gate: after` the gate weights' gradient."""
     plan = call.plan
     if call.recipe.gate == "before":
-        return dispatch(call.down.quantize("gradient", dy, 1), plan), None
+        cast = call.down.quantize("gradient", dy, 1)
+        received = dispatch(cast, plan)
+        if node:
+            _report_combine_backward(node.at("combine"), plan, dy, cast, received, None)
+        return received, None
     assert output is not None
     rows = wide(dy)[plan.token]
     dweights = collect_copies((rows * wide(output)).sum(-1), plan)
     weighted = rows * dispatch_copies(weights, plan)[:, None]
     # Each copy of dY * gate is cast before it travels; what leaves is per copy, so it is already in row order.
-    return call.down.quantize(
-        "gradient", weighted.to(dy.dtype) if not call.down.gemm.gradient.quantized else weighted, 1
-    ), dweights
+    copies = call.down.quantize("gradient", weighted.to(dy.dtype) if not call.down.gemm.gradient.quantized else weighted, 1)
+    if node:
+        _report_combine_backward(node.at("combine"), plan, weighted, copies, copies, dweights)
+    return copies, dweights
+
+
+def _report_combine_backward(
+    node: ledger.Node, plan: Plan, dy: Tensor, cast: Operand, received: Operand, dweights: Tensor | None
+) -> None:
+    if isinstance(cast, QuantizedTensor):
+        node.at("combine.cast").report("backward", cast, {"drouted": dy}, {"drouted": cast})
+    wire = wire_bytes(received, plan)
+    node.report("backward", received, {"drouted": cast}, {"dexpert_out": received, "dgate": dweights}, wire=wire)
 
 
 def routed_experts(edge: Tensor, x: Operand, weights: Tensor, w_gate_up: Tensor, w_down: Tensor, call: ExpertsCall) -> Tensor:

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels.backend import matmul_nt
+from dsv3fp8.ops import report
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
+from dsv3fp8.precision import ledger
+from dsv3fp8.precision.nodes import names
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
 
@@ -36,9 +39,8 @@ class _Linear(torch.autograd.Function):
         gemm = call.quantizers.gemm
         out_dtype = compute_dtype(gemm.compute, weight)
         wide = torch.promote_types(out_dtype, torch.float32)
-        product = matmul_nt(
-            call.x.operand, call.codes.fprop(weight), wide if residual is not None else out_dtype, gemm, "fprop"
-        )
+        codes = call.codes.fprop(weight)
+        product = matmul_nt(call.x.operand, codes, wide if residual is not None else out_dtype, gemm, "fprop")
         if residual is not None:  # added in fp32, one rounding
             product = (product + residual.to(wide)).to(out_dtype)
         ctx.save_for_backward(weight, *call.x.stash.tensors)
@@ -51,6 +53,11 @@ class _Linear(torch.autograd.Function):
         )
         ctx.edge_dtype = edge.dtype
         ctx.has_residual = residual is not None
+        ctx.node, name = ledger.here(gemm.op), names(gemm.op)
+        if ctx.node:
+            reads = {name.input: call.x.operand, f"w_{gemm.op}": codes, "x0": residual}
+            keeps = {call.x.stash.name or name.input: call.x.stash.kept()}
+            ctx.node.report("forward", product, reads, {name.output: product}, keeps)
         return product
 
     @staticmethod
@@ -61,13 +68,26 @@ class _Linear(torch.autograd.Function):
         gemm = quantizers.gemm
         dy = dy.contiguous()
         along_n = quantizers.quantize("gradient", dy, 1, col_parts=ctx.out_parts)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = matmul_nt(along_n, ctx.codes.dgrad(weight), ctx.edge_dtype, gemm, "dgrad")
+        along_tokens = None
         if ctx.needs_input_grad[1]:
             along_tokens = quantizers.other_orientation("gradient", dy, along_n, 0, col_parts=ctx.out_parts)
-            kept = quantizers.retile("input", ctx.restore(tuple(stash)))
-            dw = matmul_nt(transposed(along_tokens), transposed(kept), weight.dtype, gemm, "wgrad")
+        node, name = ctx.node, names(gemm.op)
+        if node:
+            report.gradient_cast(node, dy, along_n, along_tokens)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            codes = ctx.codes.dgrad(weight)
+            dx = matmul_nt(along_n, codes, ctx.edge_dtype, gemm, "dgrad")
+            if node:
+                node.report("backward", dx, {name.doutput: along_n, f"w_{gemm.op}": codes}, {name.dinput: dx})
+        if along_tokens is not None:
+            kept = ctx.restore(tuple(stash))
+            operand = quantizers.retile("input", kept)
+            if node:
+                report.retiled(node, name.input, kept, operand)
+            dw = matmul_nt(transposed(along_tokens), transposed(operand), weight.dtype, gemm, "wgrad")
+            if node:
+                node.report("wgrad", dw, {name.doutput: along_tokens, name.input: operand}, {f"dw_{gemm.op}": dw})
         return dx, dw, dy if ctx.has_residual else None, None
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.ops.stash import edge_of
+from dsv3fp8.precision import ledger
+from dsv3fp8.precision.nodes import JUNCTIONS, names
 
 
 def wide(x: Tensor) -> Tensor:
@@ -56,8 +58,14 @@ def junction(grads: list[Tensor | None], dtype: torch.dtype) -> Tensor | None:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float, readers: tuple[torch.dtype, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, eps: float, readers: tuple[torch.dtype, ...], name: str
+    ) -> tuple[Tensor, ...]:
         y = norm_forward(x, gamma, eps)
+        ctx.node = ledger.here(name)
+        if ctx.node:
+            of = names(name)
+            ctx.node.report("forward", y, {of.input: x, f"g_{name}": gamma}, {of.output: y}, {of.input: x})
         ctx.save_for_backward(x, gamma)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
@@ -70,18 +78,33 @@ class _Norm(torch.autograd.Function):
         x, gamma = ctx.saved_tensors
         dy = junction(list(grads), x.dtype)
         if dy is None:
-            return rail, None, None, None
+            return rail, None, None, None, None
         dx, dgamma = norm_backward(x, gamma, ctx.eps, dy, rail)
-        return dx, dgamma, None, None
+        if ctx.node:
+            _report_backward(ctx.node, grads, dy, x, rail, dx, dgamma)
+        return dx, dgamma, None, None, None
 
 
-def norm(x: Tensor, gamma: Tensor, eps: float, readers: tuple[torch.dtype, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """RMSNorm of x [..., D] with gamma [D] fp32.
+def _report_backward(
+    node: ledger.Node, grads: tuple[Tensor | None, ...], dy: Tensor, x: Tensor, rail: Tensor | None, dx: Tensor, dgamma: Tensor
+) -> None:
+    of = names(node.name)
+    if sum(grad is not None for grad in grads) > 1:
+        branches = dict(zip(JUNCTIONS.get(node.name, ()), grads, strict=False))
+        node.at(f"{node.name}.junction").report("backward", wide(dy), branches, {of.doutput: dy})
+    rail_name = "dx2" if node.name == "ffn_norm" else "dx1"
+    node.report("backward", dx, {of.doutput: dy, of.input: x, rail_name: rail}, {of.dinput: dx, f"dg_{node.name}": dgamma})
+
+
+def norm(
+    x: Tensor, gamma: Tensor, eps: float, readers: tuple[torch.dtype, ...], name: str = "norm"
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """RMSNorm of x [..., D] with gamma [D] fp32. name: what the ledger calls it.
 
     Returns:
         rail: x again; its gradient joins dx in fp32 before the one rounding. Leave it unused where there is no rail.
         y: the norm's output, outside autograd.
         edges: one autograd edge per reader of y, in the dtype its gradient arrives in, summed in this order.
     """
-    rail, y, *edges = _Norm.apply(x, gamma, eps, readers)
+    rail, y, *edges = _Norm.apply(x, gamma, eps, readers, name)
     return rail, y, tuple(edges)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.ops.norm import wide
+from dsv3fp8.precision import ledger
 
 
 class _Sum(torch.autograd.Function):
@@ -17,10 +18,16 @@ class _Sum(torch.autograd.Function):
         total = wide(x)
         for branch in branches:
             total = total + wide(branch)
-        return total.to(x.dtype)
+        out = total.to(x.dtype)
+        ctx.node = ledger.here("residual")
+        if ctx.node:
+            ctx.node.report("forward", total, {"x1": x, "branches": branches}, {"x2": out})
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        if ctx.node:
+            ctx.node.report("backward", dy, {"dx2": dy}, {"dx2": dy})
         return tuple(dy.to(dtype) for dtype in ctx.dtypes)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.ops.norm import wide
+from dsv3fp8.precision import ledger
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,7 +38,12 @@ class _MlaRope(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.nope = q.shape[-1] - k_rope.shape[-1]
-        return lay_out(q, kv, k_rope, cos, sin)
+        out = lay_out(q, kv, k_rope, cos, sin)
+        ctx.node = ledger.here("rope")
+        if ctx.node:
+            reads, emits = {"q": q, "kv": kv, "k_rope": k_rope}, dict(zip("qkv", out, strict=True))
+            ctx.node.report("forward", out[0], reads, emits, {"rope_table": (cos, sin)})
+        return out
 
     @staticmethod
     @once_differentiable
@@ -46,7 +52,10 @@ class _MlaRope(torch.autograd.Function):
         nope = ctx.nope
         unrotated = rotate(wide(dq[..., nope:]), cos[:, :, None], -sin[:, :, None]).to(dq.dtype)
         dk_rope = rotate(wide(dk[..., nope:]).sum(2), cos, -sin).to(dk.dtype)
-        return torch.cat((dq[..., :nope], unrotated), -1), torch.cat((dk[..., :nope], dv), -1), dk_rope, None, None
+        dq_in, dkv = torch.cat((dq[..., :nope], unrotated), -1), torch.cat((dk[..., :nope], dv), -1)
+        if ctx.node:
+            ctx.node.report("backward", dq, {"dq": dq, "dk": dk, "dv": dv}, {"dq": dq_in, "dkv": dkv, "dk_rope": dk_rope})
+        return dq_in, dkv, dk_rope, None, None
 
 
 def mla_rope(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

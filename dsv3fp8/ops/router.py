@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels.gemm.reference import plain_matmul
 from dsv3fp8.ops.norm import norm_forward, wide
+from dsv3fp8.precision import ledger
 
 
 class Routing(NamedTuple):
@@ -30,8 +31,13 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, edge: Tensor, weight: Tensor, y: Tensor, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(weight, x, gamma)
         ctx.eps = eps
+        y = wide(y)
         with plain_matmul(y.device):
-            return wide(y) @ weight.mT
+            logits = y @ weight.mT.to(y.dtype)
+        ctx.node = ledger.here("router")
+        if ctx.node:
+            ctx.node.report("forward", logits, {"y_ffn": y, "w_router": weight}, {}, {"x1": x})
+        return logits
 
     @staticmethod
     @once_differentiable
@@ -39,7 +45,11 @@ class _Logits(torch.autograd.Function):
         weight, x, gamma = ctx.saved_tensors
         y = wide(norm_forward(x, gamma, ctx.eps))
         with plain_matmul(y.device):
-            return dlogits @ weight, dlogits.mT @ y, None, None, None, None
+            dy, dw = dlogits @ weight, dlogits.mT @ y
+        if ctx.node:
+            ctx.node.report("backward", dy, {"dlogits": dlogits, "w_router": weight}, {"dy_router": dy})
+            ctx.node.report("wgrad", dw, {"dlogits": dlogits, "y_ffn": y}, {"dw_router": dw})
+        return dy, dw, None, None, None, None
 
 
 def router_logits(edge: Tensor, weight: Tensor, y: Tensor, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -56,7 +66,10 @@ def router_logits(edge: Tensor, weight: Tensor, y: Tensor, x: Tensor, gamma: Ten
 
 def affinity(logits: Tensor, score: str) -> Tensor:
     """Scores [T, E] from fp32 logits: sigmoid (V3) or softmax (V2)."""
-    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+    scores = torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+    if node := ledger.here("router"):
+        ledger.amend(node, "forward", {"scores": scores}, {"scores": scores})
+    return scores
 
 
 def top_indices(values: Tensor, count: int) -> Tensor:
@@ -76,15 +89,21 @@ def select_experts(scores: Tensor, bias: Tensor, top_k: int, groups: int, kept_g
         best = torch.sort(by_group, dim=-1, descending=True).values[..., : min(2, by_group.shape[-1])].sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, top_indices(best, kept_groups), True)
         biased = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    return top_indices(biased, top_k)
+    return top_indices(biased, top_k).contiguous()  # a view would keep the order of all experts for backward
 
 
 def gate_weights(scores: Tensor, ids: Tensor, normalize: bool, route_scale: float) -> Tensor:
     """Weights [T, K] from the unbiased scores; normalized to sum to one if asked, then always scaled."""
-    weights = scores.gather(-1, ids)
+    weights = chosen = scores.gather(-1, ids)
+    total = None
     if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * route_scale
+        total = chosen.sum(-1, keepdim=True) + 1e-20
+        weights = chosen / total
+    weights = weights * route_scale
+    if node := ledger.here("router"):
+        divided = {"chosen": chosen, "total": total} if normalize else {}
+        ledger.amend(node, "forward", {"ids": ids, "gate": weights}, {"ids": ids, **divided})
+    return weights
 
 
 def expert_counts(ids: Tensor, experts: int, real: Tensor | None) -> Tensor:
@@ -101,7 +120,8 @@ def balance_loss(scores: Tensor, top_k: int, sequences: int, real: Tensor | None
     """
     experts = scores.shape[-1]
     per_sequence = scores.unflatten(0, (sequences, -1))
-    share = per_sequence / (per_sequence.sum(-1, keepdim=True) + 1e-20)
+    total = per_sequence.sum(-1, keepdim=True) + 1e-20
+    share = per_sequence / total
     chosen = torch.zeros_like(share).scatter_(-1, top_indices(per_sequence.detach(), top_k), 1.0)
     if real is None:
         tokens: Tensor | int = max(share.shape[1], 1)
@@ -110,4 +130,7 @@ def balance_loss(scores: Tensor, top_k: int, sequences: int, real: Tensor | None
         share, chosen = share * mask, chosen * mask
         tokens = mask.sum(1).clamp(min=1)
     frequency = chosen.sum(1) * experts / top_k / tokens
+    if node := ledger.here("router"):
+        masks = [t for t in (mask, tokens) if isinstance(t, Tensor)] if real is not None else []
+        ledger.amend(node, "forward", {}, {"shares": total, "frequency": frequency, "real": masks})
     return (frequency * (share.sum(1) / tokens)).sum()

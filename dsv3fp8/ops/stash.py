@@ -16,10 +16,20 @@ class Stash:
     """Tensors kept for backward and how the operand comes back from them (decoded, re-quantized or recomputed).
 
     Autograd owns the tensors (save_for_backward); `restore` must hold none of its own, or they outlive their use.
+    shell: what the first two tensors are, where they are codes and scales. name: the ledger's, where it is not the operand's.
     """
 
     tensors: tuple[Tensor, ...]
     restore: Callable[[tuple[Tensor, ...]], Operand]
+    shell: QuantizedTensor | None = None
+    name: str | None = None
+
+    def kept(self) -> list[Operand]:
+        """The tensors as they are kept, for the ledger."""
+        if self.shell is None:
+            return list(self.tensors)
+        codes, scale, *others = self.tensors
+        return [replace(self.shell, codes=codes, scale=scale), *others]
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,12 @@ class Activation:
             object.__setattr__(self, "stash", keep(self.operand))
 
 
-def keep(operand: Operand) -> Stash:
+def keep(operand: Operand, name: str | None = None) -> Stash:
     """Keeps the operand as it is: codes and scales, or the plain tensor."""
     if not isinstance(operand, QuantizedTensor):
-        return Stash((operand,), lambda saved: saved[0])
+        return Stash((operand,), lambda saved: saved[0], name=name)
     shell = replace(operand, codes=_nothing(operand.codes), scale=_nothing(operand.scale))
-    return Stash((operand.codes, operand.scale), lambda saved: replace(shell, codes=saved[0], scale=saved[1]))
+    return Stash((operand.codes, operand.scale), lambda saved: replace(shell, codes=saved[0], scale=saved[1]), shell, name)
 
 
 def together(*stashes: Stash | None) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Operand | None]]]:

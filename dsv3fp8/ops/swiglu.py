@@ -16,9 +16,10 @@ from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.ops.norm import wide
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.precision.tiles import ROW_128, Operand, values_of
+from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
 
 
 def swiglu_forward(h: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
@@ -51,6 +52,24 @@ def input_cache(h: Tensor, recipe: Recipe) -> Operand:
     return h
 
 
+def cache_name(cache: Operand) -> str:
+    return "h_cache" if isinstance(cache, QuantizedTensor) else "h"
+
+
+def report_forward(
+    node: ledger.Node, prefix: str, h: Tensor, cache: Operand, out: Tensor, operand: Operand, recipe: Recipe,
+    gate: Tensor | None = None, inert: float = 0.0,
+) -> None:  # fmt: skip
+    """The quantize box, where there is one, and SwiGLU with the cast of its output."""
+    name, keeps = cache_name(cache), {cache_name(cache): cache}
+    if isinstance(cache, QuantizedTensor):
+        node.at(f"{prefix}quantize").report("forward", cache, {"h": h}, {name: cache}, keeps, inert=inert)
+        keeps = {}
+    read = {name: cache} if recipe.swiglu_input == "cache" else {"h": h}
+    fused = (operand.format.name,) if isinstance(operand, QuantizedTensor) else ()
+    node.report("forward", out, {**read, "gate": gate}, {"act": operand}, keeps, fused=fused, inert=inert)
+
+
 def read_input(h: Tensor, cache: Operand, recipe: Recipe) -> Tensor:
     """What SwiGLU's forward reads: h through the cache's cast, or h itself."""
     return values_of(cache) if recipe.swiglu_input == "cache" else h
@@ -58,26 +77,33 @@ def read_input(h: Tensor, cache: Operand, recipe: Recipe) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, cache: Stash) -> Tensor:
+    def forward(ctx: Any, h: Tensor, cache: Stash, node: ledger.Node | None) -> Tensor:
         ctx.save_for_backward(*cache.tensors)
-        ctx.restore, ctx.dtype = cache.restore, h.dtype
+        ctx.restore, ctx.dtype, ctx.node = cache.restore, h.dtype, node
         return edge_of((h.shape[0], h.shape[1] // 2), h.dtype, h.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        h = values_of(ctx.restore(ctx.saved_tensors))
-        return swiglu_backward(h, dout, ctx.dtype)[0], None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        cache = ctx.restore(ctx.saved_tensors)
+        dh, _ = swiglu_backward(values_of(cache), dout, ctx.dtype)
+        if ctx.node:
+            ctx.node.report("backward", dh, {cache_name(cache): cache, "dact": dout}, {"dh": dh})
+        return dh, None, None
 
 
 def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     """h [T, 2F] -> the down projection's input [T, F]. down: the quantizers of the down projection, which mint it."""
     with torch.no_grad():
         cached = input_cache(h, recipe)
-        cache = keep(cached)
+        cache = keep(cached, cache_name(cached))
         out = swiglu_forward(read_input(h, cached, recipe), h.dtype)
         operand = down.quantize("input", out, 1)
-    edge = _SwiGLU.apply(h, cache)
+    prefix = down.gemm.op.removesuffix("down")
+    node = ledger.here(f"{prefix}swiglu")
+    if node:
+        report_forward(node, prefix, h, cached, out, operand, recipe)
+    edge = _SwiGLU.apply(h, cache, node)
     if recipe.swiglu_output == "keep":
         return Activation(edge, operand)
     dtype, restore, scale = h.dtype, cache.restore, down.known_scale("input", operand)
@@ -88,4 +114,4 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
         known = saved[cached_parts:]
         return down.quantize("input", out, 1, scale=known[0] if known else None)
 
-    return Activation(edge, operand, Stash((*cache.tensors, *scale), recompute))
+    return Activation(edge, operand, Stash((*cache.tensors, *scale), recompute, cache.shell, cache.name))
