@@ -56,8 +56,7 @@ class _Linear(torch.autograd.Function):
         ctx.node, name = ledger.here(gemm.op), names(gemm.op)
         if ctx.node:
             reads = {name.input: call.x.operand, f"w_{gemm.op}": codes, "x0": residual}
-            keeps = {call.x.stash.name or name.input: call.x.stash.kept()}
-            ctx.node.report("forward", product, reads, {name.output: product}, keeps)
+            ctx.node.report("forward", product, reads, {name.output: product}, call.x.stash.kept(name.input))
         return product
 
     @staticmethod

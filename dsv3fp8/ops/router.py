@@ -45,7 +45,7 @@ class _Logits(torch.autograd.Function):
         weight, x, gamma = ctx.saved_tensors
         y = wide(norm_forward(x, gamma, ctx.eps))
         with plain_matmul(y.device):
-            dy, dw = dlogits @ weight, dlogits.mT @ y
+            dy, dw = dlogits @ weight.to(dlogits.dtype), dlogits.mT @ y
         if ctx.node:
             ctx.node.report("backward", dy, {"dlogits": dlogits, "w_router": weight}, {"dy_router": dy})
             ctx.node.report("wgrad", dw, {"dlogits": dlogits, "y_ffn": y}, {"dw_router": dw})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,12 +24,13 @@ class Stash:
     shell: QuantizedTensor | None = None
     name: str | None = None
 
-    def kept(self) -> list[Operand]:
-        """The tensors as they are kept, for the ledger."""
+    def kept(self, operand: str) -> dict[str, Sequence[Operand]]:
+        """The tensors as they are kept, by the ledger's names. operand: the name of what comes back from them."""
+        name = self.name or operand
         if self.shell is None:
-            return list(self.tensors)
-        codes, scale, *others = self.tensors
-        return [replace(self.shell, codes=codes, scale=scale), *others]
+            return {name: self.tensors}
+        codes, scale, *known = self.tensors
+        return {name: [replace(self.shell, codes=codes, scale=scale)], f"{operand}_scale": known}
 
 
 @dataclass(frozen=True)

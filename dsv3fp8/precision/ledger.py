@@ -156,10 +156,10 @@ class Ledger:
         stored = {key: size for key, size in stored.items() if size and key not in self._parameters}
         if not stored and any(t.nbytes > 0 for t in parts):
             return None
-        again = bool(stored) and all(key in self._kept for key in stored)
-        for key in stored:
-            self._kept.setdefault(key, f"{where}: {record.name}")
-        size = sum(stored.values())
+        new = {key: size for key, size in stored.items() if key not in self._kept}
+        again = bool(stored) and not new
+        self._kept |= dict.fromkeys(new, f"{where}: {record.name}")
+        size = sum((new or stored).values())  # codes of its own may share another tensor's scale
         return replace(record, bytes=size, padding=round(size * inert), again=again)
 
     def take_kernels(self, op: str, gemm: str) -> tuple[str, str] | None:

@@ -41,6 +41,8 @@ _OPS = {
     "mtp_projection": Names("joined", "x0", "djoined"),
 }
 
+_OTHER = Names("x", "y", "dx")
+
 JUNCTIONS = {"attention_norm": ("dy_attn_q", "dy_attn_kv"), "ffn_norm": ("dpayload", "dy_shared", "dy_router")}
 """Gradients that a norm's junction sums, in order."""
 
@@ -58,4 +60,4 @@ GRADIENT_CAST_ON = {
 
 
 def names(op: str) -> Names:
-    return _OPS.get(op, Names("x", "y", "dx"))
+    return _OPS.get(op, _OTHER)
