@@ -1,12 +1,14 @@
 """`recipe.recompute` changes what is kept and no bit of any result: gradients, expert loads, amax histories."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from support import RECIPES, build, gradients, nano, recipe, windows
 from torch import Tensor
 
+from dsv3fp8.kernels.attention import cudnn
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.ops.quantizers import ScaleState
 from dsv3fp8.precision.recipe import Recipe
@@ -25,12 +27,12 @@ class Outcome:
     state: dict[str, Tensor]
 
 
-def two_steps(given: Recipe, config: ModelConfig = CONFIG, device: str = "cpu") -> Outcome:
+def two_steps(given: Recipe, config: ModelConfig = CONFIG) -> Outcome:
     """Micro-batches with and without isolated documents."""
-    model = build(config, given).to(device)
+    model = build(config, given)
     for step in range(2):
-        batches = [windows(config, seed=2 * step + i).to(device) for i in range(2)]
-        grads = gradients(model, batches, [DOCUMENTS.to(device), None])
+        batches = [windows(config, seed=2 * step + i) for i in range(2)]
+        grads = gradients(model, batches, [DOCUMENTS, None])
         loads = model.expert_load().clone()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -130,3 +132,44 @@ def test_backward_observes_gradients_only(name: str, value: str) -> None:
     changed = {key for key, amax in observed().items() if not torch.equal(amax, before[key])}
     assert changed
     assert all(key.endswith(".gradient") for key in changed), changed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dsv3", "delayed", "bf16"])
+def test_on_a_gpu_cudnns_backward_reads_the_q_k_v_that_its_forward_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits and strides. What cuDNN makes of them may be summed in another order from run to run."""
+    config = nano(dim=256, heads=2, q_latent=128, kv_latent=128, head_nope=128, head_rope=64, head_v=128, context=256)
+    read: dict[str, list[tuple[Tensor, ...]]] = {"forward": [], "backward": []}
+    forward, backward = cudnn.attention_forward, cudnn.attention_backward
+
+    def watched_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> object:
+        read["forward"].append((q, k, v))
+        return forward(q, k, v, scale)
+
+    def watched_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> object:
+        read["backward"].append((q, k, v))
+        return backward(dout, q, k, v, *rest)
+
+    monkeypatch.setattr(cudnn, "attention_forward", watched_forward)
+    monkeypatch.setattr(cudnn, "attention_backward", watched_backward)
+    model = build(config, recipe(name, "recompute=norms_and_up")).to("cuda")
+    gradients(model, [windows(config, length=200).to("cuda")])
+    assert len(read["forward"]) == len(read["backward"]) == 3
+    for ours, theirs in zip(read["forward"], reversed(read["backward"]), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dsv3", "tensorwise", "bf16"])
+def test_on_a_gpu_isolated_documents_give_the_same_bits(name: str) -> None:
+    """Isolated documents take the reference attention, which sums in one order only; the GEMMs are the GPU's."""
+    config, batch = nano(mtp_depth=0, experts=2, top_k=1), windows(nano()).to("cuda")
+    grads = []
+    for value in ("none", *VALUES):
+        model = build(config, recipe(name, f"recompute={value}")).to("cuda")
+        grads.append(gradients(model, [batch], [DOCUMENTS.to("cuda")]))
+    blocks = [key for key in grads[0] if key.startswith("layers.")]  # the embedding's gradient adds up in any order
+    for got in grads[1:]:
+        assert [key for key in blocks if not torch.equal(got[key], grads[0][key])] == []
