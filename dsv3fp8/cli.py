@@ -99,6 +99,18 @@ def generate(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def map_(arguments: list[str]) -> int:
+    """Run one block and draw what precision everything ran in, forward and backward."""
+    from dsv3fp8.observe.map.command import main
+
+    try:
+        return main(arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail("out of memory: lower tokens=N, or take a smaller model than model=NAME", FAILED)
+
+
 def doctor(arguments: list[str]) -> int:
     """Print what this machine can do, tested against installed versions, and which backend each op takes."""
     from dsv3fp8.doctor import main
@@ -106,7 +118,9 @@ def doctor(arguments: list[str]) -> int:
     return main(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train, "generate": generate, "doctor": doctor}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train, "generate": generate, "map": map_, "doctor": doctor,
+}  # fmt: skip
 
 
 def out_of_memory(error: BaseException) -> bool:

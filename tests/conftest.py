@@ -1,6 +1,7 @@
-"""What all tests share: the same random numbers in every run, and no GPU tests where there is no GPU."""
+"""What all tests share: the same random numbers in every run; GPU and browser tests only where there is one."""
 
 import random
+import shutil
 import sys
 
 import numpy as np
@@ -25,13 +26,24 @@ def _seed() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are left out where there is no CUDA device; the summary counts them as deselected."""
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_gpu:
-        return
-    import torch
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-    if not torch.cuda.is_available():
-        items[:] = [item for item in items if item not in on_gpu]
-        config.hook.pytest_deselected(items=on_gpu)
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` or `browser` are left out where there is none; the summary counts them as deselected."""
+    absent = []
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        absent += [] if torch.cuda.is_available() else ["gpu"]
+    absent += [] if any(map(shutil.which, BROWSERS)) else ["browser"]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture
+def browser() -> str:
+    """The Chromium to run headless."""
+    return next(path for path in map(shutil.which, BROWSERS) if path)
