@@ -198,4 +198,5 @@ def test_the_manifest_says_what_is_quantized_and_kept() -> None:
     assert manifest["caches"]["attention_output"] == {"format": "e5m6 1x128 pow2", "bytes": 48 + 4}
     assert {row["backend"] for row in manifest["backends"]} >= {"reference"}
     text = format_manifest(manifest)
-    assert all(word in text for word in ("expert_gate_up", "e4m3 128x128 fp32", "reference"))
+    assert all(word in text for word in ("expert_gate_up", "e4m3 128x128 fp32", "reference", "no norm, no projection"))
+    assert "attention's q, k, v" in format_manifest(build(nano(), recipe("bf16", "recompute=norms_and_up")).manifest())

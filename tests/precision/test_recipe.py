@@ -82,6 +82,7 @@ REFUSED = {
     "an unknown scale": ({"ops": {"out": {"input": {"scale": "ue8m0"}}}}, r"recipe\.ops\.out\.input\.scale=ue8m0"),
     "an unknown scaling": ({"roles": {"input": {"scaling": "late"}}}, r"recipe\.roles\.input\.scaling=late"),
     "an unknown cache": ({"attention_cache": "e5m2"}, r"recipe\.attention_cache=e5m2: choose e5m6, compute"),
+    "an unknown recomputation": ({"recompute": "all"}, r"recipe\.recompute=all: choose none, norms, norms_and_up"),
     "an unknown gate": ({"gate": "inside"}, r"recipe\.gate=inside: choose before, after"),
     "an unknown compute type": ({"compute": "fp16"}, r"recipe\.compute=fp16: choose bf16, fp32"),
     "long partial sums with tiles": (
