@@ -85,7 +85,7 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
     )
     notes = []
     if saved:
-        restore(saved[-1][1], model, optimizer)
+        restore(saved[-1][1], model, optimizer, new_scales=any(key.startswith("recipe.") for key in changed))
         notes.append(f"going on after step {state.step}, from {saved[-1][1]}")
         notes += _take_position(batches, state, config.resume)
         if changed:

@@ -5,6 +5,7 @@
 """
 
 import random
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from dsv3fp8.errors import UserError
 from dsv3fp8.training.checkpoint import load_file, load_model, model_tensors
 from dsv3fp8.training.optimizer import AdamW
+
+# Amax histories and frozen scales among a model's tensors: buffers of the quantizers of one linear.
+SCALE_STATE = re.compile(r".*quantizers\.states\.\w+\.(history|steps)")
 
 
 @dataclass
@@ -114,7 +118,15 @@ def load_state(checkpoint: Path) -> tuple[TrainingState, dict[str, Any], dict[st
     return TrainingState(**{name: saved[name] for name in known}), saved["config"], saved["random"]
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: AdamW) -> None:
-    """Load weights and moments of a checkpoint."""
-    load_model(model, load_file(checkpoint, "model"), checkpoint)
+def restore(checkpoint: Path, model: nn.Module, optimizer: AdamW, new_scales: bool = False) -> None:
+    """Load weights and moments of a checkpoint.
+
+    `new_scales`: for a fork into another recipe. Amax histories and frozen scales begin anew, since which of them there
+    are, and what they stand for, is the recipe's.
+    """
+    tensors = load_file(checkpoint, "model")
+    if new_scales:
+        own = {name: tensor for name, tensor in model_tensors(model).items() if SCALE_STATE.fullmatch(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not SCALE_STATE.fullmatch(name)} | own
+    load_model(model, tensors, checkpoint)
     optimizer.load_state_dict(load_file(checkpoint, "optimizer"))

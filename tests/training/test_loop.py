@@ -202,6 +202,30 @@ def test_what_only_looks_or_saves_may_change_without_a_word(nano: Any, curve: An
     assert curve(config.run_dir) == curve(whole.run_dir)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("recipe=bf16", ("recipe=delayed",)), ("recipe=delayed", ("recipe=dsv3",)), ("recipe=delayed", ("recipe=static",)),
+        ("recipe=delayed", ("recipe=delayed", "recipe.amax_history=4")),
+    ],
+    ids=["none to delayed", "delayed to none", "delayed to static", "another history"],
+)  # fmt: skip
+def test_a_fork_into_another_recipe_begins_its_histories_anew(nano: Any, before: str, after: tuple[str, ...]) -> None:
+    """Which amax histories there are is the recipe's: they must not make it another model."""
+    assert train(nano(before)) == 0
+    config = nano(*after, "training.steps=12", "resume=fork")
+    assert train(config) == 0
+    steps = {int(tensor) for name, tensor in tensors(config, 12).items() if name.endswith("states.input.steps")}
+    assert steps == (set() if after == ("recipe=dsv3",) else {2})
+
+
+def test_a_fork_under_the_same_recipe_keeps_its_histories(nano: Any) -> None:
+    assert train(nano("recipe=delayed")) == 0
+    config = nano("recipe=delayed", "training.steps=12", "optimizer.lr=0.001", "resume=fork")
+    assert train(config) == 0
+    assert {int(t) for name, t in tensors(config, 12).items() if name.endswith("states.input.steps")} == {12}
+
+
 def test_another_model_cannot_be_forked_into(nano: Any) -> None:
     """K04."""
     assert train(nano("recipe=bf16")) == 0
