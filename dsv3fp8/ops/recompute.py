@@ -18,6 +18,7 @@ from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.rope import lay_out
 from dsv3fp8.ops.stash import Stash
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
+from dsv3fp8.precision.flush import uncounted
 from dsv3fp8.precision.tiles import Operand
 
 
@@ -31,7 +32,8 @@ def norm_again(x: Tensor, gamma: Tensor, eps: float, operand: Operand, reader: L
     def restore(saved: tuple[Tensor, ...]) -> Operand:
         x, gamma, *known = saved
         y = norm_forward(x, gamma, eps)
-        return y if reader is None else reader.quantize("input", y, 1, scale=known[0] if known else None)
+        with uncounted():
+            return y if reader is None else reader.quantize("input", y, 1, scale=known[0] if known else None)
 
     return Stash((x.detach(), gamma.detach(), *scale), restore)
 

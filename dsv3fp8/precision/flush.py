@@ -35,6 +35,17 @@ def active_meter() -> FlushMeter | None:
 
 
 @contextmanager
+def uncounted() -> Iterator[None]:
+    """While open, no meter counts: for what was counted in forward and is made again in backward."""
+    global _active
+    outer, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = outer
+
+
+@contextmanager
 def measure_flush() -> Iterator[FlushMeter]:
     """While open, every quantizer in the process reports to the meter it yields. Changes no bit of any result."""
     global _active

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv3fp8.kernels.attention import cudnn
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.ops.quantizers import ScaleState
+from dsv3fp8.precision.flush import measure_flush
 from dsv3fp8.precision.recipe import Recipe
 
 VALUES = ("norms", "norms_and_up")
@@ -104,6 +105,17 @@ def test_a_recomputed_operand_is_not_observed_again_and_takes_forwards_scale(nam
     assert torch.equal(again.codes.view(torch.uint8), operand.codes.view(torch.uint8))
     assert torch.equal(again.scale, operand.scale)
     assert torch.count_nonzero(state.current) == 0
+
+
+def test_the_share_of_flushed_values_does_not_depend_on_it() -> None:
+    shares = set()
+    for value in ("none", *VALUES):
+        model = build(CONFIG, recipe("dsv3", f"recompute={value}"))
+        with measure_flush() as meter:
+            gradients(model, [windows(CONFIG)])
+        shares.add(meter.share())
+    assert len(shares) == 1
+    assert shares.pop() > 0
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
