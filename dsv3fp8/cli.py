@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
 HELP_WORDS = ("-h", "--help", "help")
+# What errors that are no OutOfMemoryError say: the CPU's allocator, a GPU that others have filled, cuBLAS's workspace.
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,7 +132,7 @@ def out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return "DefaultCPUAllocator: can't allocate memory" in str(error) or "CUDA out of memory" in str(error)
+    return any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def memory_advice(config: "RunConfig") -> str:

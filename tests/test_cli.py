@@ -108,6 +108,8 @@ def test_an_interrupt_is_one_line(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has …"),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried …"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_out_of_memory_is_one_line_with_what_to_change(
