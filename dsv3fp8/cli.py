@@ -112,7 +112,8 @@ def map_(arguments: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        return _fail("out of memory: lower tokens=N, or take a smaller model than model=NAME", FAILED)
+        asked = " ".join(["map", *arguments])
+        return _fail(f"out of memory in `{asked}`: lower tokens or model.experts, or take a smaller model", FAILED)
 
 
 def doctor(arguments: list[str]) -> int:

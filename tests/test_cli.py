@@ -125,6 +125,16 @@ def test_out_of_memory_is_one_line_with_what_to_change(
     assert "recompute" not in error_line(capsys)
 
 
+def test_a_map_without_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(arguments: list[str]) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("dsv3fp8.observe.map.command.main", no_memory)
+    assert cli.main(["map", "model=v3_671b"]) == 1
+    line = error_line(capsys)
+    assert line.startswith("dsv3fp8: error: out of memory in `map model=v3_671b`: lower tokens or model.experts")
+
+
 def test_a_full_disk_is_one_line_with_the_file(
     loop: list[RunConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from dsv3fp8.precision.ledger import Ledger
 from dsv3fp8.schema import build, leaves, suggest
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
+from dsv3fp8.training.host import keep_freed_memory, limit_memory
 
 HELP = ("-h", "--help", "help")
 
@@ -35,7 +36,7 @@ class MapConfig:
     # Tokens the block runs on, one sequence.
     tokens: int = 256
     # Directory to write map.json, map.svg and map.html to.
-    out: str = "map"
+    out: str = "runs/map"
     # Of the weights, the input and the output's gradient.
     seed: int = 0
     # auto, cpu or cuda.
@@ -128,6 +129,9 @@ def _observe(config: MapConfig, settings: RunConfig, layer: str) -> tuple[Ledger
     model, recipe, device = settings.model, settings.recipe, select_device(config.device)
     if config.tokens > model.context:
         raise UserError(f"tokens={config.tokens} exceeds model.context={model.context}: lower it or raise the key")
+    if device.type == "cpu":
+        keep_freed_memory()
+        limit_memory()
     ledger = observe_block(model, recipe, layer == "dense", config.tokens, config.seed, device)
     records = ledger.to_dict()["records"]
     return ledger, Observed.from_records(records, config.tokens, layer, recipe.name, model.name)

@@ -151,7 +151,7 @@ def _chip(drawing: Drawing, cell: Placed, chip: Chip, blue_only: bool) -> list[T
     texts = [_text(cell, _fit(carried, 9, inner), 23, 9, color)]
     if cell.kept:
         kept = _per_token(cell.kept.bytes, tokens)
-        notes = [f"{kept} B", kept]
+        notes = [f"{kept} B", kept, f"{cell.kept.bytes / tokens / 1000:.2g}k"]
         if drawing.other is not None and cell.other_kept and cell.other_kept.bytes != cell.kept.bytes:
             notes.insert(0, f"{kept} B ≠ {_per_token(cell.other_kept.bytes, tokens)} B")
         room = inner - text_width(chip.label, size, bold=True) - 6

@@ -32,7 +32,7 @@ def render(drawing: Drawing, tooltips: bool = True) -> str:
     ]
     for group in _by_source(drawing.paths):
         # All halos of a source before its lines: its branches stay joined, others cross it with a gap.
-        parts += [_line(path, "halo") for path in group] + [_line(path) for path in group]
+        parts += [_line(path, halo=True) for path in group] + [_line(path) for path in group]
     for cell in drawing.placed.values():
         blue_only = cell.id in for_wgrad
         texts, tags = label(drawing, cell, blue_only)
@@ -134,16 +134,17 @@ def _by_source(paths: list[Path]) -> list[list[Path]]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _line(path: Path, role: str = "edge") -> str:
+def _line(path: Path, *, halo: bool = False) -> str:
     kind = path.kind.removeprefix("link-")
     places = " ".join(f"{x:g},{y:g}" for x, y in path.points)
     line = f'<polyline points="{places}" fill="none" stroke-linejoin="round"'
-    if role == "halo":
+    if halo:
         return f'{line} stroke="#ffffff" stroke-width="{HALO}"/>'
     dash = ' stroke-dasharray="2 3"' if path.dotted else ""
     head_of = "" if path.kind.startswith("link-") else f' marker-end="url(#head-{kind})"'
     ends = f" data-from={quoteattr(path.ends[0])} data-to={quoteattr(path.ends[1])}" if path.ends[0] else ""
-    style = f'class="edge {kind}"{ends} stroke="{EDGE_COLORS[kind]}" stroke-width="{EDGE_WIDTHS[kind]}"'
+    role = f"edge {kind}" if path.ends[0] else "key"
+    style = f'class="{role}"{ends} stroke="{EDGE_COLORS[kind]}" stroke-width="{EDGE_WIDTHS[kind]}"'
     return f"{line} {style}{dash}{head_of}/>"
 
 

@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "caches in bf16": {"name": "bf16_cache"},
     "no query latent": {"name": "dsv3", "q_latent": None},
     "no shared expert": {"name": "dsv3", "shared_experts": 0},
+    "wide": {"name": "dsv3", "against": "bf16", "dim": 2048, "expert_ffn": 512, "head_v": 128, "head_nope": 128, "heads": 8},
 }
 
 
