@@ -12,6 +12,7 @@ A line: column, node | computes in | reads | writes | keeps. A tensor is NAME:RO
     mm, dg   what fprop, and what dgrad and wgrad compute in
 """
 
+from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.precision.ledger import Ledger, TensorRecord
 
 ATTENTION = """
@@ -236,3 +237,27 @@ def _text(t: TensorRecord, contract: frozenset[str]) -> str:
     if t.tile in ("allxall", "expertxall") and t.scale == "pow2" and as_fp32 in contract:
         return as_fp32
     return f"{t.name}: {' '.join(words)}"
+
+
+def per_token(config: ModelConfig, fp8: bool, swiglu_output: bool, recompute: str = "none") -> int:
+    """The table's column "kept for backward", added up; scores and ids not counted.
+
+    norms: of the norms' outputs only the received copies stay, which another rank would have to send again.
+    norms_and_up: q, k, v go too; what they are made of are the BF16 latents and k_rope, here counted on its own.
+    """
+
+    def stored(width: int) -> int:  # E4M3 codes and fp32 scales of 1x128 tiles, or BF16
+        return width + 4 * (width // 128) if fp8 else 2 * width
+
+    heads, outputs = config.heads, config.heads * config.head_v
+    residuals = 2 * 2 * config.dim
+    latents = [width for width in (config.q_latent, config.kv_latent) if width]
+    rest = 2 * sum(latents)
+    if recompute == "none":
+        rest += 2 * stored(config.dim) + sum(stored(width) for width in latents)
+    attention = 2 * config.head_rope if recompute == "norms_and_up" else 2 * heads * (2 * config.head_qk + config.head_v)
+    attention += 4 * heads
+    attention += outputs * 3 // 2 + 4 * (outputs // 128) if fp8 else 2 * outputs
+    received = config.top_k * stored(config.dim)
+    hidden = (config.top_k + config.shared_experts) * stored(config.expert_ffn)
+    return residuals + rest + attention + received + hidden * (3 if swiglu_output else 2)

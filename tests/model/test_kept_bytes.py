@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from contract import per_token
 from support import build, nano, recipe, windows
 from torch import Tensor
 
@@ -19,30 +20,6 @@ CONFIG = nano(
     context=128,
 )  # fmt: skip
 TOKENS = 128
-
-
-def per_token(config: ModelConfig, fp8: bool, swiglu_output: bool, recompute: str = "none") -> int:
-    """The table's column "kept for backward", added up; scores and ids not counted.
-
-    norms: of the norms' outputs only the received copies stay, which another rank would have to send again.
-    norms_and_up: q, k, v go too; what they are made of are the BF16 latents and k_rope, here counted on its own.
-    """
-
-    def stored(width: int) -> int:  # E4M3 codes and fp32 scales of 1x128 tiles, or BF16
-        return width + 4 * (width // 128) if fp8 else 2 * width
-
-    heads, outputs = config.heads, config.heads * config.head_v
-    residuals = 2 * 2 * config.dim
-    latents = [width for width in (config.q_latent, config.kv_latent) if width]
-    rest = 2 * sum(latents)
-    if recompute == "none":
-        rest += 2 * stored(config.dim) + sum(stored(width) for width in latents)
-    attention = 2 * config.head_rope if recompute == "norms_and_up" else 2 * heads * (2 * config.head_qk + config.head_v)
-    attention += 4 * heads
-    attention += outputs * 3 // 2 + 4 * (outputs // 128) if fp8 else 2 * outputs
-    received = config.top_k * stored(config.dim)
-    hidden = (config.top_k + config.shared_experts) * stored(config.expert_ffn)
-    return residuals + rest + attention + received + hidden * (3 if swiglu_output else 2)
 
 
 def kept(config: ModelConfig, name: str, *overrides: str, dense: bool = False) -> float:
