@@ -24,6 +24,25 @@ class YarnConfig:
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
 
+    def wrong_values(self) -> list[str]:
+        """Complaints about values that make no sense each on its own."""
+        problems = [
+            f"model.yarn.{key}={getattr(self, key)}: give 1 or more"
+            for key in ("factor", "original_context")
+            if not getattr(self, key) >= 1
+        ]
+        problems += [
+            f"model.yarn.{key}={getattr(self, key)}: give more than 0"
+            for key in ("beta_fast", "beta_slow")
+            if not getattr(self, key) > 0
+        ]
+        problems += [
+            f"model.yarn.{key}={getattr(self, key)}: give 0 or more"
+            for key in ("mscale", "mscale_all_dim")
+            if not getattr(self, key) >= 0
+        ]
+        return problems
+
 
 @dataclass
 class ModelConfig:
@@ -87,57 +106,65 @@ class ModelConfig:
         return self.dense_layers < self.layers
 
     def validate(self) -> None:
-        """Refuses impossible sizes in one line that names the keys."""
-        for key in ("dim", "layers", "heads", "kv_latent", "head_nope", "head_rope", "head_v", "ffn", "context"):
-            _at_least(key, getattr(self, key), 1)
-        for key in ("dense_layers", "shared_experts", "mtp_depth"):
-            _at_least(key, getattr(self, key), 0)
-        for optional in ("vocab_size", "q_latent"):
-            if getattr(self, optional) is not None:
-                _at_least(optional, getattr(self, optional), 1)
-        for key in ("bias_update_speed", "balance_loss", "mtp_weight", "init_std"):
-            _not_negative(key, getattr(self, key))
-        if not self.norm_eps > 0 or not self.rope_theta > 0:
-            raise UserError(f"model.norm_eps={self.norm_eps}, model.rope_theta={self.rope_theta}: both must be above 0")
-        if self.head_rope % 2:
-            raise UserError(f"model.head_rope={self.head_rope}: RoPE rotates pairs; give an even number")
-        if self.dense_layers > self.layers:
-            raise UserError(f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}: lower it")
-        if self.score not in ("sigmoid", "softmax"):
-            raise UserError(f"model.score={self.score}: choose sigmoid or softmax")
+        """Refuses impossible sizes in one line that names all their keys."""
+        # How sizes fit together can only be said of sizes that make sense each on its own.
+        problems = self._wrong_sizes() or self._sizes_that_do_not_fit()
+        if problems:
+            raise UserError("; ".join(problems))
+
+    def _wrong_sizes(self) -> list[str]:
+        least = dict.fromkeys(("dim", "layers", "heads", "kv_latent", "head_nope", "head_rope", "head_v", "ffn", "context"), 1)
+        least |= dict.fromkeys(("dense_layers", "shared_experts", "mtp_depth"), 0)
+        least |= {key: 1 for key in ("vocab_size", "q_latent") if getattr(self, key) is not None}
         if self.has_experts:
-            self._validate_experts()
+            least |= dict.fromkeys(("experts", "expert_ffn", "top_k", "groups", "kept_groups"), 1)
+        sizes = {key: (getattr(self, key), bound) for key, bound in least.items()}
+        problems = [
+            f"model.{key}={value}: give a whole number, {bound} or more"
+            for key, (value, bound) in sizes.items()
+            if _below(value, bound)
+        ]
+        for key in ("bias_update_speed", "balance_loss", "mtp_weight", "init_std", "route_scale"):
+            if not getattr(self, key) >= 0:
+                problems.append(f"model.{key}={getattr(self, key)}: give 0 or more")
+        if not self.norm_eps > 0:
+            problems.append(f"model.norm_eps={self.norm_eps}: give more than 0")
+        if not self.rope_theta > 1:
+            problems.append(f"model.rope_theta={self.rope_theta}: give more than 1")
+        if self.score not in ("sigmoid", "softmax"):
+            problems.append(f"model.score={self.score}: choose sigmoid or softmax")
+        return problems + self.yarn.wrong_values()
+
+    def _sizes_that_do_not_fit(self) -> list[str]:
+        problems = []
+        if self.head_rope % 2:
+            problems.append(f"model.head_rope={self.head_rope}: RoPE rotates pairs; give an even number")
+        if self.dense_layers > self.layers:
+            problems.append(f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}: lower it")
+        if self.has_experts:
+            problems += self._experts_that_do_not_fit()
         yarn = self.yarn
-        if yarn.factor < 1 or yarn.original_context < 1:
-            raise UserError(
-                f"model.yarn.factor={yarn.factor}, model.yarn.original_context={yarn.original_context}: give 1 or more"
-            )
         if yarn.factor > 1 and self.context > yarn.factor * yarn.original_context:
-            raise UserError(
+            problems.append(
                 f"model.context={self.context} exceeds model.yarn.factor * original_context = "
                 f"{yarn.factor * yarn.original_context:g}: raise model.yarn.factor or lower model.context"
             )
+        return problems
 
-    def _validate_experts(self) -> None:
-        for key in ("experts", "expert_ffn", "top_k", "groups", "kept_groups"):
-            _at_least(key, getattr(self, key), 1)
+    def _experts_that_do_not_fit(self) -> list[str]:
+        problems = []
         if self.experts % self.groups:
-            raise UserError(f"model.experts={self.experts} is not divisible by model.groups={self.groups}: change either")
+            problems.append(f"model.experts={self.experts} is not divisible by model.groups={self.groups}: change either")
         if self.kept_groups > self.groups:
-            raise UserError(f"model.kept_groups={self.kept_groups} exceeds model.groups={self.groups}: lower it")
-        reachable = self.experts // self.groups * self.kept_groups
+            problems.append(f"model.kept_groups={self.kept_groups} exceeds model.groups={self.groups}: lower it")
+        reachable = self.experts // self.groups * min(self.kept_groups, self.groups)
         if self.top_k > reachable:
-            raise UserError(
+            problems.append(
                 f"model.top_k={self.top_k} exceeds the {reachable} experts that model.kept_groups={self.kept_groups} leaves: "
                 "lower model.top_k or keep more groups"
             )
+        return problems
 
 
-def _at_least(key: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"model.{key}={value}: give a whole number, {least} or more")
-
-
-def _not_negative(key: str, value: float) -> None:
-    if not value >= 0:
-        raise UserError(f"model.{key}={value}: give 0 or more")
+def _below(value: Any, least: int) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int) or value < least

@@ -246,6 +246,19 @@ REFUSED = {
         {"context": 100_000, "yarn": YarnConfig(factor=2.0, original_context=4096)}, r"model\.context=100000 exceeds",
     ),
     "a shrinking yarn": ({"yarn": YarnConfig(factor=0.5)}, r"model\.yarn\.factor=0\.5"),
+    "a yarn without borders": (
+        {"yarn": YarnConfig(beta_fast=0.0, beta_slow=-1.0)}, r"model\.yarn\.beta_fast=0\.0.*model\.yarn\.beta_slow=-1\.0",
+    ),
+    "a yarn that turns attention around": ({"yarn": YarnConfig(mscale_all_dim=-9.0)}, r"model\.yarn\.mscale_all_dim=-9\.0"),
+    "one frequency for all": ({"rope_theta": 1.0}, r"model\.rope_theta=1\.0"),
+    "experts that are subtracted": ({"route_scale": -1.0}, r"model\.route_scale=-1\.0"),
+    "several at once": (
+        {"experts": 8, "groups": 3, "kept_groups": 4, "top_k": 9, "head_rope": 7},
+        r"model\.head_rope=7.*model\.experts=8.*model\.kept_groups=4 exceeds.*model\.top_k=9 exceeds the 6",
+    ),
+    "several that make no sense": (
+        {"dim": 0, "layers": -1, "init_std": -1.0}, r"model\.dim=0.*model\.layers=-1.*model\.init_std=-1\.0",
+    ),
 }  # fmt: skip
 
 
