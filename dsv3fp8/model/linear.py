@@ -15,6 +15,7 @@ from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.recompute import Projection, norm_again
 from dsv3fp8.ops.stash import Activation, Stash, keep
 from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import Operand
 
@@ -80,7 +81,8 @@ def mint(y: Tensor, readers: list[LinearQuantizers]) -> list[Operand]:
         for i, reader in enumerate(readers):
             same = next((j for j in range(i) if _agree(readers[j], reader)), None)
             operands.append(reader.quantize("input", y, 1) if same is None else operands[same])
-    report.minted([reader.gemm.op for reader in readers], operands)
+    if ledger.active() is not None:
+        report.minted([reader.gemm.op for reader in readers], operands)
     return operands
 
 

@@ -46,6 +46,15 @@ def test_looking_changes_no_bit_and_everything_kept_is_reported(names: tuple[str
     assert {r.scope for r in ledger.records} == {"", "layers.0", "layers.1", "mtp.0"}
 
 
+def test_off_no_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an op reported without a ledger")
+
+    for name in ("describe", "Node", "Ledger", "_computes_in"):
+        monkeypatch.setattr(ledger_module, name, refuse)
+    step("dsv3")
+
+
 def test_off_nothing_is_recorded_and_an_inner_ledger_hands_back_to_the_outer() -> None:
     assert here("q_a") is None
     with observe_ops() as outer:
