@@ -5,6 +5,7 @@ JSON has no NaN. A value that is not finite is written as null, and the line say
 the last one and is ignored; a resumed run drops it along with every line after its checkpoint.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -53,7 +54,8 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what the disk did not take is still in the buffer; append() has said so
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -69,9 +71,12 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
             restored = {name: float(value) for name, value in record.pop("nonfinite", {}).items()}
-            yield {name: restored.get(name, value) for name, value in record.items()}
-        except (ValueError, AttributeError) as error:
+            whole = {name: restored.get(name, value) for name, value in record.items()}
+        except (ValueError, AttributeError, TypeError) as error:
             raise UserError(f"{path}, line {number} is no JSON object: delete the line") from error
+        if not isinstance(whole.get("step"), int):
+            raise UserError(f"{path}, line {number} has no step: delete the line")
+        yield whole
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -28,7 +28,8 @@ class Reporters:
         try:
             if config.logging.plot:
                 title = f"{config.model.name} · {config.recipe.name}"
-                self._loggers.append(LossPlot(run.directory.plot, title, run.corpus.bigram().loss, history))
+                bigram = run.corpus.bigram().loss
+                self._loggers.append(LossPlot(run.directory.plot, title, bigram, history, self._progress.say))
             if config.logging.wandb != "disabled":
                 self._open_wandb(run)
         except BaseException:

@@ -58,11 +58,31 @@ def test_resuming_drops_later_lines_and_a_half_written_one(tmp_path: Path) -> No
     assert [record["step"] for record in read_metrics(path)] == list(range(1, 14))
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("not json", "is no JSON object"),
+        ("[1, 2]", "is no JSON object"),
+        ('{"loss": 2.0}', "has no step"),
+        ('{"step": "2"}', "has no step"),
+    ],
+)
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnot json\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is no JSON object"):
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2 {complaint}"):
         MetricsFile(path, after_step=5)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the disk that is always full is Linux's")
+def test_a_full_disk_is_named_and_closing_says_nothing_more(tmp_path: Path) -> None:
+    """K10."""
+    file = MetricsFile(tmp_path / "metrics.jsonl", after_step=0)
+    file.close()
+    file._file = Path("/dev/full").open("w")  # noqa: SIM115
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some space"):
+        file.append({"step": 1})
+    file.close()
 
 
 def test_expert_load_is_that_of_the_worst_layer() -> None:

@@ -7,6 +7,7 @@ that a viewer never reads half of it.
 import importlib.util
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ MOST_POINTS = 4000  # drawn per curve; a longer one is thinned
 class LossPlot:
     """Training and validation loss over the steps, with the bigram model's loss as a line."""
 
-    def __init__(self, path: Path, title: str, bigram_loss: float | None, history: list[dict[str, Any]]) -> None:
-        """`history`: the records of the run so far, from before a restart."""
+    def __init__(
+        self,
+        path: Path,
+        title: str,
+        bigram_loss: float | None,
+        history: list[dict[str, Any]],
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`history`: the records of the run so far, from before a restart; `say`: shows a line on the terminal."""
         if importlib.util.find_spec("matplotlib") is None:
             raise UserError("logging.plot=true needs matplotlib: install it or set logging.plot=false")
         self._path = path
         self._title = title
         self._bigram = bigram_loss
+        self._say = say
         self._train: list[tuple[int, float]] = []
         self._validation: list[tuple[int, float]] = []
         for record in history:
@@ -46,7 +55,7 @@ class LossPlot:
             self.draw()
 
     def draw(self) -> None:
-        """Draw now and set the time of the next picture."""
+        """Draw now and set the time of the next picture. A disk that does not take it is told of, and ends nothing."""
         # Imported here: it costs a second that a run should not wait for before its first step. The figure is made
         # without pyplot, which keeps a global list of figures and may look for a display.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,8 +76,12 @@ class LossPlot:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
         temporary = self._path.with_name(f".{self._path.name}.writing")
-        FigureCanvasAgg(figure).print_png(temporary)
-        temporary.replace(self._path)
+        try:
+            FigureCanvasAgg(figure).print_png(temporary)
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._say(f"{self._path} was not drawn ({error.strerror or error}); metrics.jsonl has the curve")
         now = time.monotonic()
         self._next = now + max(MIN_INTERVAL, (now - began) / TIME_SHARE)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dsv3fp8.errors import UserError
@@ -79,6 +80,23 @@ def test_a_long_curve_is_thinned_and_keeps_its_end() -> None:
 def test_a_run_that_logged_nothing_draws_nothing(tmp_path: Path) -> None:
     LossPlot(tmp_path / "loss.png", "t", None, []).close()
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_disk_that_does_not_take_the_picture_is_one_line_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K10: an error here, while a run ends for want of space, would hide the one that names the checkpoint."""
+    said: list[str] = []
+    logger = LossPlot(tmp_path / "loss.png", "t", None, [{"step": 1, "loss": 5.0}], said.append)
+
+    def print_png(self: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", print_png)
+    logger.close()
+    assert said == [f"{tmp_path}/loss.png was not drawn (No space left on device); metrics.jsonl has the curve"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
