@@ -82,8 +82,11 @@ class RunDirectory:
         path = self.path / "environment.json"
         earlier: list[dict[str, Any]] = []
         if path.exists():
-            last = json.loads(path.read_text(encoding="utf-8"))
-            earlier = [*last.pop("earlier", []), last]
+            try:
+                last = json.loads(path.read_text(encoding="utf-8"))
+                earlier = [*last.pop("earlier", []), last]
+            except (ValueError, AttributeError, TypeError) as error:
+                raise UserError(f"{path} is not what a run writes there ({error}): delete it and run again") from error
         self.write_json(path.name, {**environment(device), "earlier": earlier})
 
 

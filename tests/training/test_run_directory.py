@@ -82,6 +82,13 @@ def test_the_environment_of_every_session_is_kept(tmp_path: Path) -> None:
     assert "earlier" not in content["earlier"][0]
 
 
+@pytest.mark.parametrize("content", ['{"started', "[1]", "3"])
+def test_an_environment_that_somebody_damaged_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "environment.json").write_text(content)
+    with RunDirectory(tmp_path) as directory, pytest.raises(UserError, match=r"environment\.json is not what a run writes"):
+        directory.record_environment(torch.device("cpu"))
+
+
 def test_the_commit_is_of_the_checkout_that_tracks_the_package(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
