@@ -214,6 +214,8 @@ def _op_overrides(ops: dict[str, Any]) -> dict[str, dict[str, Any]]:
         entry: dict[str, Any] = {}
         for key, value in (override or {}).items():
             if key in ROLES:
+                if not isinstance(value, (dict, type(None))):
+                    raise UserError(f"{where}.{key}={value}: give its fields, as in {where}.{key}.scale=pow2")
                 value = {k: v for k, v in (value or {}).items() if v is not None}
                 _operand(f"{where}.{key}", value)
             elif key == "retiled_scale":

@@ -73,6 +73,7 @@ TILED, TENSOR = "1x128", "tensor"
 REFUSED = {
     "an unknown op": ({"ops": {"q_aa": {"input": {"scale": "pow2"}}}}, r"recipe\.ops\.q_aa.*did you mean q_a\?"),
     "an unknown role": ({"roles": {"wieght": {}}}, r"recipe\.roles\.wieght.*did you mean weight\?"),
+    "a role of an op by one word": ({"ops": {"out": {"input": "e4m3"}}}, r"recipe\.ops\.out\.input=e4m3: give its fields"),
     "an unknown role of an op": ({"ops": {"out": {"output": {}}}}, r"recipe\.ops\.out\.output"),
     "an unknown key": ({"gates": "after"}, r"recipe\.gates.*did you mean gate\?"),
     "an unknown key of a role": ({"roles": {"input": {"fmt": "e4m3"}}}, r"recipe\.roles\.input\.fmt"),
