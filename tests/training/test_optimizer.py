@@ -79,6 +79,21 @@ def test_the_fp32_master_sees_updates_that_a_bf16_weight_would_round_away() -> N
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.9), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_loaded_weights_are_the_masters_and_the_next_step_does_not_undo_the_load(moments: str) -> None:
+    """O01: there is no second copy that could be stale. Master 0.9, load 5.0, a step of rate 0."""
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.constant_(model.weight, 0.9)
+    optimizer = AdamW(groups(model), config(moments=moments))
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step(lr=1e-2)
+    model.load_state_dict({"weight": torch.full((3, 4), 5.0)})
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step(lr=0.0)
+    assert torch.equal(model.weight, torch.full((3, 4), 5.0))
+
+
 def test_bf16_moments_are_the_fp32_update_rounded_once_to_nearest() -> None:
     weight = nn.Parameter(torch.zeros(1000))
     optimizer = AdamW({"decay": [("w", weight)], "no_decay": []}, config(moments="bf16"))
