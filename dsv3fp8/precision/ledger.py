@@ -96,6 +96,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._kernels: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        self.keeping = True  # False while no graph is built: nothing is kept then
         self._parameters: set[int] = set()
         self._seen: dict[int, Saved] = {}  # storages of the running forward: autograd's, and the ops'
         self._kept: dict[int, str] = {}
@@ -150,7 +151,9 @@ class Ledger:
         return t if t.grad_fn is None else t.detach()
 
     def kept_record(self, where: str, record: TensorRecord, x: Operand, inert: float) -> TensorRecord | None:
-        """record as something kept: bytes of its storages, counted once; None for parameters."""
+        """record as something kept: bytes of its storages, counted once; None for parameters and without a graph."""
+        if not self.keeping:
+            return None
         parts = [x.codes, x.scale] if isinstance(x, QuantizedTensor) else [x]
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         stored = {key: size for key, size in stored.items() if size and key not in self._parameters}
@@ -195,7 +198,7 @@ def observe_ops() -> Iterator[Ledger]:
 def enter(scope: str) -> None:
     """From here on, forward ops belong to this layer; "" for what stands outside of layers."""
     if _active is not None:
-        _active.scope = scope
+        _active.scope, _active.keeping = scope, torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from support import RECIPES, build, gradients, nano, recipe, windows
 from torch import Tensor
 
 from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.model.block import Block
+from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.ops.exchange import Plan
 from dsv3fp8.precision import ledger as ledger_module
@@ -75,6 +77,29 @@ def test_backward_outside_of_the_ledger_is_not_recorded() -> None:
     model.objective(losses, losses.totals).backward()
     assert len(ledger.records) == count > 0
     assert {r.column for r in ledger.records} == {"forward"}
+
+
+def test_without_a_graph_ops_are_recorded_and_nothing_is_kept() -> None:
+    config = nano()
+    with observe_ops() as ledger, torch.no_grad():
+        build(config, recipe("dsv3"))(windows(config))
+    assert ledger.find("attention", scope="layers.1")
+    assert ledger.kept_bytes() == 0
+    assert ledger.unsaved == ledger.saved == []
+
+
+@pytest.mark.parametrize("name", ["dsv3", "tensorwise", "delayed"])
+@pytest.mark.parametrize("tokens", [0, 1, 129])
+def test_few_tokens_and_empty_experts_are_observed_too(name: str, tokens: int) -> None:
+    config = nano(context=129)
+    block = Block(config, recipe(name), dense=False)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    x = torch.randn(tokens, config.dim).bfloat16().requires_grad_()
+    with observe_ops() as ledger:
+        block(x, Sequences.of(config, torch.zeros(1, tokens, dtype=torch.int64), None))[0].float().sum().backward()
+    assert ledger.find("dispatch")[0].outputs[0].shape[1] == config.dim
+    assert ledger.unreported == ledger.unsaved == []
 
 
 def test_it_survives_json() -> None:
