@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ GIB = 2**30
 
 def main(arguments: list[str]) -> int:
     """Print the report for the settings in `key=value` words, as `train` takes them."""
+    from dsv3fp8.model.manifest import fused_halves
+
     config = load_config(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
     print(f"dsv3fp8 {__version__}, recipe {config.recipe.name} on {device.type}")
@@ -47,7 +50,9 @@ def main(arguments: list[str]) -> int:
         "Machine": machine(Path(config.run_dir)),
         "GPU": gpus(),
         "Packages": packages(),
-        f"Backends of recipe {config.recipe.name} on {device.type}": backends(config.recipe, device),
+        f"Backends of recipe {config.recipe.name} on {device.type}": backends(
+            config.recipe, device, fused_halves(config.model), config.data.isolate_documents
+        ),
     }
     for title, lines in sections.items():
         print(f"\n{title}")
@@ -106,12 +111,14 @@ def packages() -> list[str]:
     return lines
 
 
-def backends(recipe: "Recipe", device: torch.device) -> list[str]:
-    """For each backend taken on this device, and each reason: the ops."""
+def backends(
+    recipe: "Recipe", device: torch.device, halves: Mapping[str, int] | None = None, isolated: bool = False
+) -> list[str]:
+    """For each backend taken on this device, and each reason: the ops. `halves` and `isolated`: see `explain`."""
     from dsv3fp8.kernels.backend import explain
 
     groups: dict[tuple[str, str], list[str]] = {}
-    for op, backend, reason in explain(recipe, device):
+    for op, backend, reason in explain(recipe, device, halves, isolated):
         groups.setdefault((backend, reason), []).append(op)
     lines = []
     for (backend, reason), ops in groups.items():

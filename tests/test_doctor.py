@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import recipe
 
 import dsv3fp8
 from dsv3fp8 import cli, doctor
 from dsv3fp8.config import load_config
-from dsv3fp8.kernels.backend import explain
+from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.backend import Choice, explain
+from dsv3fp8.model.manifest import precision_manifest
 from dsv3fp8.precision.recipe import LINEAR_OPS
 
 # Stands before everything else on sys.meta_path: the optional packages cannot be imported, as if they were not there.
@@ -54,8 +57,29 @@ def test_every_op_is_listed_once_with_its_backend_and_reason(recipe: str) -> Non
     listed = [op.split(".")[0] for line in lines if line.startswith("    ") for op in line.strip().rstrip(",").split(", ")]
     assert set(LINEAR_OPS) <= set(listed)
     assert "attention" in listed
-    for _, backend, reason in explain(config.recipe, device):
-        assert f"{backend}: {reason}" in lines
+    for _, name, reason in explain(config.recipe, device):
+        assert f"{name}: {reason}" in lines
+
+
+def test_sizes_and_settings_that_decide_a_backend_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on Hopper: V2-Lite's dense FFN of 10944 has half a tile in its fused projection, its experts have not."""
+    monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
+    rows = {op: (name, why) for op, name, why in explain(recipe("dsv3"), torch.device("cpu"), {"gate_up": 10944})}
+    for gemm, where in (("fprop", "the rows"), ("dgrad", "K")):
+        assert rows[f"gate_up.{gemm}"][0] == "reference"
+        assert f"cut inside {where}" in rows[f"gate_up.{gemm}"][1]
+    whole = ("gate_up.wgrad", "expert_gate_up.fprop", "shared_gate_up.dgrad", "down.dgrad")
+    assert {rows[op][0] for op in whole} == {"cublaslt"}
+
+    model = load_config(["model=v2_lite_16b"]).model
+    manifest = precision_manifest(model, recipe("dsv3"), torch.device("cpu"))
+    assert {row["op"] for row in manifest["backends"] if "cut inside" in row["reason"]} == {"gate_up.fprop", "gate_up.dgrad"}
+    monkeypatch.setattr(backend, "choose_attention", lambda device, dtype, masked: Choice("reference", f"masked={masked}"))
+    assert doctor.main(["model=v2_lite_16b", "data.isolate_documents=true"]) == 0
+    assert "cut inside the rows" in (text := capsys.readouterr().out)
+    assert "masked=True" in text
 
 
 def test_tested_versions_are_those_of_the_constraints() -> None:

@@ -6,6 +6,7 @@ There is no silent fallback: whatever is taken comes with its reason.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dsv3fp8.kernels.gemm import cublaslt, reference
 from dsv3fp8.precision import ledger
-from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, Recipe
+from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
 
@@ -91,31 +92,48 @@ def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> 
     return Choice("cudnn", "cuDNN through PyTorch")
 
 
-def explain(recipe: Recipe, device: torch.device) -> list[tuple[str, str, str]]:
-    """(op, backend, reason) of every op under a recipe on a device, without running anything heavy."""
+def explain(
+    recipe: Recipe, device: torch.device, halves: Mapping[str, int] | None = None, isolated: bool = False
+) -> list[tuple[str, str, str]]:
+    """(op, backend, reason) of every op under a recipe on a device, without running anything heavy.
+
+    halves: width of one half (gate or up) of each fused projection, of which only whole tiles fit every backend; what is
+    not given is a multiple of 128. isolated: documents are kept apart in attention.
+    """
     rows = []
     for op in LINEAR_OPS:
         spec = recipe.gemm(op)
-        for gemm, (left, right) in {
-            "fprop": (spec.input, spec.weight),
-            "dgrad": (spec.gradient, spec.weight),
-            "wgrad": (spec.gradient, spec.input),
-        }.items():
-            a = _sample(left, device, wgrad=gemm == "wgrad")
-            choice = choose_gemm(a, _sample(right, device, wgrad=gemm == "wgrad"), recipe.accumulator)
+        for gemm, (left, right) in _sample_gemms(spec, device, (halves or {}).get(op)).items():
+            choice = choose_gemm(left, right, recipe.accumulator)
             rows.append((f"{op}.{gemm}", choice.backend, choice.reason))
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
-    attention = choose_attention(device, dtype, masked=False)
+    attention = choose_attention(device, dtype, masked=isolated)
     rows.append(("attention", attention.backend, attention.reason))
     rows.append(("quantize", "reference", "torch"))
     rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", "reference", "torch, fp32 arithmetic"))
     return rows
 
 
-def _sample(spec: object, device: torch.device, wgrad: bool) -> Operand:
-    from dsv3fp8.kernels.quantize.reference import quantize
-    from dsv3fp8.precision.recipe import OperandSpec
+def _sample_gemms(spec: GemmSpec, device: torch.device, half: int | None) -> dict[str, tuple[Operand, Operand]]:
+    """Small operands tiled as the real ones: a fused projection's outputs in two parts, with the tail that a half has."""
+    parts = 1 if half is None else 2
+    outputs = parts * (128 + (half or 0) % 128)
+    along_outputs = {"cols": outputs, "col_parts": parts}
+    per_output = {"rows": outputs, "row_parts": parts}
+    x = _sample(spec.input, device)
+    return {
+        "fprop": (x, _sample(spec.weight, device, **per_output)),
+        "dgrad": (_sample(spec.gradient, device, **along_outputs), _sample(spec.weight, device, **along_outputs)),
+        "wgrad": (_sample(spec.gradient, device, **per_output), x),
+    }
 
-    assert isinstance(spec, OperandSpec)
-    x = torch.zeros(128, 128, device=device)
-    return quantize(x, spec.storage, spec.tile_along(1), spec.scale) if spec.quantized else x
+
+def _sample(
+    spec: OperandSpec, device: torch.device, rows: int = 128, cols: int = 128, row_parts: int = 1, col_parts: int = 1
+) -> Operand:
+    from dsv3fp8.kernels.quantize.reference import quantize
+
+    x = torch.zeros(rows, cols, device=device)
+    if not spec.quantized:
+        return x
+    return quantize(x, spec.storage, spec.tile_along(1), spec.scale, row_parts=row_parts, col_parts=col_parts)

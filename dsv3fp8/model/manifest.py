@@ -52,8 +52,16 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {op: shapes[op] for op in LINEAR_OPS if op in shapes}
 
 
-def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Plain containers, ready for JSON. Bytes are per token and layer, from the recipe's formats."""
+def fused_halves(config: ModelConfig) -> dict[str, int]:
+    """Width of gate, which is that of up, for every op that fuses the two."""
+    return {op: shape[1] // 2 for op, shape in linear_shapes(config).items() if op.endswith("gate_up")}
+
+
+def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device, isolated: bool = False) -> dict[str, Any]:
+    """Plain containers, ready for JSON. Bytes are per token and layer, from the recipe's formats.
+
+    isolated: documents are kept apart in attention.
+    """
     linears = {}
     for op, (fan_in, fan_out) in linear_shapes(config).items():
         spec = recipe.gemm(op)
@@ -63,7 +71,8 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
             "promote_every": spec.promote_every,
         }
     probe = device if device.type != "meta" else torch.device("cpu")
-    backends = [{"op": op, "backend": name, "reason": reason} for op, name, reason in explain(recipe, probe)]
+    taken = explain(recipe, probe, fused_halves(config), isolated)
+    backends = [{"op": op, "backend": name, "reason": reason} for op, name, reason in taken]
     present = set(linears)
     return {
         "recipe": recipe.name,

@@ -194,6 +194,9 @@ class Transformer(Masters):
     def flops_per_token(self, length: int) -> float:
         return flops_per_token(self, self.config, length)
 
-    def manifest(self) -> dict[str, Any]:
-        """What is FP8, what is kept and its bytes, and which backend each op takes on this model's device."""
-        return precision_manifest(self.config, self.recipe, self.embedding.device)
+    def manifest(self, isolated: bool = False) -> dict[str, Any]:
+        """What is FP8, what is kept and its bytes, and which backend each op takes on this model's device.
+
+        isolated: documents are kept apart in attention.
+        """
+        return precision_manifest(self.config, self.recipe, self.embedding.device, isolated)

@@ -78,7 +78,7 @@ def record_start(run: Run) -> None:
     """Write what the run is made of into its directory, and print the header."""
     directory, config, corpus = run.directory, run.config, run.corpus
     bigram = corpus.bigram()
-    manifest = run.model.manifest()
+    manifest = run.model.manifest(config.data.isolate_documents)
     if directory.config.exists() and run.forked:
         directory.config.replace(directory.path / f"config-until-step-{run.state.step:08d}.yaml")
     directory.write_text(directory.config.name, dump_yaml(config.to_dict()))
