@@ -115,9 +115,11 @@ class LinearQuantizers(nn.Module):
         if not spec.quantized:
             return kept.decode().to(torch.bfloat16 if self.gemm.compute == "bf16" else torch.float32)
         tile = spec.tile_along(0)
-        serves = spec.one_orientation and kept.tile == tile and kept.format is spec.storage
-        if serves and (groups is None or spec.tile == "128x128"):
+        serves = spec.one_orientation and kept.format is spec.storage
+        if serves and kept.tile == tile and (groups is None or spec.tile == "128x128"):
             return kept
+        if serves and kept.one_scale_per_group and groups is not None:
+            return kept  # born inside the experts: each has its one scale already
         return retile(kept, tile, self.gemm.retiled_scale, fmt=spec.storage, groups=groups)
 
     def _kept_scale(self, role: str, x: Tensor, groups: Tensor | None) -> Tensor:

@@ -135,6 +135,20 @@ def test_every_expert_has_its_own_history() -> None:
     assert quantizers.quantize("input", rows(1.0)[:0], 1, groups=groups[:0]) is not None
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "static"])
+def test_codes_with_one_scale_an_expert_serve_wgrad_as_they_are(name: str) -> None:
+    """Casting them again would round twice, and under delayed or static scaling by another scale than forward's."""
+    quantizers, groups = make(name, "calibration_steps=1", op="expert_down", experts=3), torch.tensor([0, 0, 2])
+    quantizers.quantize("input", rows(7.0, 7.0, 7.0), 1, groups=groups)
+    end_step(quantizers)
+    kept = quantizers.quantize("input", rows(1.0, 4.0, 6.0), 1, groups=groups)
+    assert quantizers.retile("input", kept, groups) is kept
+    sent = quantizers.quantize("gradient", rows(1.0, 4.0, 6.0), 1)  # one scale for all that is dispatched
+    received = quantizers.retile("gradient", sent, groups)
+    assert isinstance(received, QuantizedTensor)
+    assert (received.scale[:, 0] * 448).tolist() == pytest.approx([4.0, 4.0, 6.0], rel=5e-2)
+
+
 def test_a_cache_in_bf16_is_quantized_for_wgrad_and_one_in_fp8_decoded_where_the_op_is_not() -> None:
     kept = torch.randn(64, 32).bfloat16()
     fp8, plain = make("dsv3"), make("bf16")
