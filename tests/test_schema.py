@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
+from dsv3fp8.config import RunConfig
 from dsv3fp8.errors import UserError
 from dsv3fp8.schema import build, field_notes, find_type, is_text, leaves, to_plain
 from dsv3fp8.yaml_text import read_yaml
@@ -152,3 +153,8 @@ def test_help_is_taken_from_above_behind_or_below_a_field() -> None:
         "free": "", "note": "Told below.",
     }  # fmt: skip
     assert [key for key, _, _ in leaves(Outer)][-1] == "other.note"
+
+
+def test_every_key_of_a_run_says_what_it_does() -> None:
+    """`train --help` and the README promise it."""
+    assert [key for key, _, note in leaves(RunConfig) if not note] == []

@@ -17,12 +17,12 @@ class YarnConfig:
     mscale terms. Both apply, like the frequencies, only where model.context exceeds original_context.
     """
 
-    factor: float = 1.0
-    original_context: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 1.0
+    factor: float = 1.0  # how many times longer than original_context; 1: plain RoPE
+    original_context: int = 4096  # tokens up to which YaRN stays off
+    beta_fast: float = 32.0  # rotations in it from which a frequency is kept
+    beta_slow: float = 1.0  # rotations in it up to which a frequency is divided by factor
+    mscale: float = 1.0  # temperature of cos and sin, over that of mscale_all_dim
+    mscale_all_dim: float = 1.0  # temperature of the softmax, squared
 
     def wrong_values(self) -> list[str]:
         """Complaints about values that make no sense each on its own."""
@@ -48,37 +48,37 @@ class YarnConfig:
 class ModelConfig:
     """Every size of a DeepSeek-V3-style model."""
 
-    name: str = "custom"
+    name: str = "custom"  # for the header, the plot and the default run_dir
     vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
-    dim: int = 256
-    layers: int = 4
+    dim: int = 256  # width of the hidden state
+    layers: int = 4  # blocks, those of multi-token prediction not counted
     dense_layers: int = 1  # the first k layers have a dense FFN
-    heads: int = 4
-    q_latent: int | None = 128  # null: queries come straight from the hidden state
-    kv_latent: int = 64
-    head_nope: int = 32
-    head_rope: int = 16
-    head_v: int = 32
+    heads: int = 4  # attention heads
+    q_latent: int | None = 128  # width of the query latent; null: queries come straight from the hidden state
+    kv_latent: int = 64  # width of the latent that keys and values come from
+    head_nope: int = 32  # width of a head's query and key without position
+    head_rope: int = 16  # width of their part that RoPE turns; the key's is shared by all heads
+    head_v: int = 32  # width of a head's value
     ffn: int = 512  # hidden size of the dense FFN
-    expert_ffn: int = 128
-    experts: int = 8
-    top_k: int = 2
-    shared_experts: int = 1
-    groups: int = 1
-    kept_groups: int = 1
+    expert_ffn: int = 128  # hidden size of one routed or shared expert
+    experts: int = 8  # routed experts of a layer
+    top_k: int = 2  # routed experts that a token goes to
+    shared_experts: int = 1  # experts that every token goes to, as one of their summed width
+    groups: int = 1  # equal groups of experts
+    kept_groups: int = 1  # groups that a token's experts may come from, best first
     score: str = "sigmoid"  # sigmoid (V3) | softmax (V2)
     normalize: bool = True  # gate weights sum to route_scale
-    route_scale: float = 1.0
+    route_scale: float = 1.0  # factor on the gate weights
     bias_update_speed: float = 1e-3  # auxiliary-loss-free balancing; 0 freezes the bias
     balance_loss: float = 1e-4  # alpha of the sequence-wise balance loss
-    mtp_depth: int = 0
-    mtp_weight: float = 0.3
-    tied_head: bool = False
-    norm_eps: float = 1e-6
+    mtp_depth: int = 0  # multi-token prediction: tokens predicted beyond the next
+    mtp_weight: float = 0.3  # lambda of their mean loss
+    tied_head: bool = False  # the output head is the embedding
+    norm_eps: float = 1e-6  # added to the mean square
     context: int = 4096  # longest sequence the rope table covers
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotation frequencies
     yarn: YarnConfig = field(default_factory=YarnConfig)
-    init_std: float = 0.006
+    init_std: float = 0.006  # standard deviation of the initial matrices
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ModelConfig:

@@ -80,30 +80,32 @@ class GemmSpec:
 class SwigluCache:
     """How SwiGLU's input is kept for backward: format e4m3 (1x128 tiles) or compute, and its scale kind."""
 
-    format: str = "compute"
-    scale: str = "fp32"
+    format: str = "compute"  # e4m3 | compute: how SwiGLU's input is kept for backward
+    scale: str = "fp32"  # fp32 | pow2: of its 1x128 tiles
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What a run computes in. Field by field in configs/recipe/base.yaml and docs/recipes.md."""
 
-    name: str
-    compute: str = "bf16"
-    accumulator: str | None = None
-    promote_every: int | str = 128
+    name: str  # for the manifest, the plot and the default run_dir
+    compute: str = "bf16"  # bf16 | fp32: what unquantized ops and tensors are carried in
+    accumulator: str | None = None  # fp32: plain FP32 sums; null: the same in the reference, the tensor core's own on Hopper
+    promote_every: int | str = 128  # FP8 products summed before they enter FP32
+    # For input, weight and gradient: format, tile, scale, scaling; see docs/recipes.md.
     roles: dict[str, OperandSpec] = field(default_factory=lambda: {r: OperandSpec() for r in ROLES})
-    retiled_scale: str | None = None
+    retiled_scale: str | None = None  # fp32 | pow2: scale kind of re-tiled copies; null takes the source's
+    # The same for one linear: ops.out.input.scale=fp32.
     ops: dict[str, dict[str, Any]] = field(default_factory=dict)
-    attention_cache: str = "compute"
+    attention_cache: str = "compute"  # e5m6 | compute: how attention's output is kept for backward
     swiglu_cache: SwigluCache = SwigluCache()
-    operand: str = "cache"
-    swiglu_input: str = "cache"
-    swiglu_output: str = "recompute"
-    gate: str = "before"
-    recompute: str = "none"
-    amax_history: int = 16
-    calibration_steps: int = 16
+    operand: str = "cache"  # cache | bf16: the out projection reads the decoded attention cache, or the output itself
+    swiglu_input: str = "cache"  # cache | bf16: SwiGLU reads its input through the cache's cast, or as it came
+    swiglu_output: str = "recompute"  # recompute | keep: the down projection's wgrad operand
+    gate: str = "before"  # before | after: gate weights multiply inside SwiGLU, or the expert's output
+    recompute: str = "none"  # none | norms | norms_and_up: made again in backward instead of kept
+    amax_history: int = 16  # steps of amax that delayed scaling looks back on
+    calibration_steps: int = 16  # steps after which static scales are frozen
 
     def gemm(self, op: str) -> GemmSpec:
         """The specification of a linear op: one of LINEAR_OPS, or any other name for a linear that never runs in FP8."""

@@ -82,9 +82,11 @@ class OptimizerConfig:
     lr: float
     # Decoupled: a step takes lr * weight_decay off each weight. Norms and biases are never decayed.
     weight_decay: float
+    # The only one there is.
     name: str = "adamw"
     # Decay of the first and of the second moment.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    # Added to the root of the second moment.
     eps: float = 1e-8
     # What the two moments are stored in. Arithmetic is FP32 in both; bf16 halves the optimizer's memory.
     moments: str = "fp32"
@@ -119,6 +121,7 @@ class ScheduleConfig:
     the cosine at once; ``constant`` stays at the peak to the end.
     """
 
+    # v3, cosine or constant: what follows the warm-up.
     name: str
     # Steps of linear warm-up: step s of them has lr * s / warmup, so the first step is not wasted on a rate of 0.
     warmup: int
@@ -152,11 +155,13 @@ class LoggingConfig:
     plot: bool = True
     # Weights & Biases. offline writes RUN_DIR/wandb for `wandb sync`; online needs a login; disabled writes nothing.
     wandb: str = "offline"
+    # The project in W&B.
     project: str = "dsv3fp8"
     # The team or user the run belongs to; null: W&B's default for the login.
     entity: str | None = None
     # The run's name in W&B; null: the name of the run directory.
     name: str | None = None
+    # The run's tags in W&B.
     tags: list[str] = field(default_factory=list)
 
     def validate(self) -> None:
