@@ -5,7 +5,6 @@ There is no silent fallback: whatever is taken comes with its reason.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,10 +24,6 @@ class Choice:
 
     backend: str
     reason: str
-
-
-taken: Counter[tuple[str, str, str]] = Counter()
-"""(op.gemm, backend, reason) of every GEMM since the process started."""
 
 
 @lru_cache
@@ -69,7 +64,6 @@ def choose_gemm(a: Operand, b: Operand, accumulator: str | None) -> Choice:
 def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
     choice = choose_gemm(a, b, spec.accumulator)
-    taken[f"{spec.op}.{gemm}", choice.backend, choice.reason] += 1
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, gemm, choice.backend, a, b)
     if choice.backend == "cublaslt":

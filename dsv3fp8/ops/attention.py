@@ -45,7 +45,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         choice = backend.choose_attention(q.device, q.dtype, call.documents is not None)
-        backend.taken["attention", choice.backend, choice.reason] += 1
         state: tuple[Tensor, ...] = ()
         if choice.backend == "cudnn":
             out, lse, state = cudnn.attention_forward(q, k, v, call.scale)
