@@ -28,7 +28,7 @@ class Box:
     """One op. node: its name in the ledger.
 
     when: always; reported: only some recipes have it; wgrad or dgrad: a cast that must be there if that GEMM of `of`
-    ran in FP8.
+    ran in FP8, a re-tiling only of codes with a scale per row.
     """
 
     node: str

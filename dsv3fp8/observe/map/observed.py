@@ -94,8 +94,15 @@ class Observed:
         """Whether this recipe's run must have reported the box."""
         if box.when in ("wgrad", "dgrad"):
             gemm = self.ops.get(("wgrad" if box.when == "wgrad" else "backward", box.of))
-            return gemm is not None and gemm.computes_in in FP8
+            cast = gemm is not None and gemm.computes_in in FP8
+            return self.op(column, box) is not None or (cast and (box.when == "dgrad" or self._needs_retiling(box)))
         return box.when == "always" or self.op(column, box) is not None
+
+    def _needs_retiling(self, box: Box) -> bool:
+        """Whether the codes that fprop (of dY: dgrad) read have scales of single rows, of no use along the tokens."""
+        reader = self.ops.get(("backward" if box.node.endswith("_dy") else "forward", box.of))
+        tile = reader.operands[0].tile if reader and reader.operands else None
+        return tile is not None and tile.startswith("1x")
 
     def tensor(self, chip: Chip) -> Tensor | None:
         """The chip's tensor: as the first op emitted, kept or read it; of two orientations the one for dgrad."""
