@@ -6,6 +6,7 @@ are new to it, so that no point is lost and none is there twice. Offline runs le
 RUN_DIR/wandb, all under the run's id, which ``wandb sync`` puts together.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ class WeightsAndBiases:
         say: Callable[[str], None],
     ) -> None:
         """Open the run; ImportError if wandb is not installed, UserError if ``online`` finds no login or no server."""
+        # The settings below come too late for what it says while it logs in.
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         self._say = say

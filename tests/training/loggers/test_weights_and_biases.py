@@ -149,7 +149,7 @@ def test_without_wandb_a_line_says_so_and_training_goes_on(
 
 @pytest.mark.parametrize("key", ["", "0" * 40])
 def test_online_without_login_or_network_is_one_line_before_any_step(
-    nano: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
+    nano: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -160,6 +160,7 @@ def test_online_without_login_or_network_is_one_line_before_any_step(
     with pytest.raises(UserError, match=r"logging\.wandb=online cannot start .*wandb sync") as error:
         train(config)
     assert "\n" not in str(error.value)
+    assert "wandb:" not in capfd.readouterr().err  # the one line is ours
     assert not read_lines(Path(config.run_dir) / "metrics.jsonl")
 
 
