@@ -132,7 +132,8 @@ def load_file(checkpoint: Path, name: str) -> Any:
     except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError and others for broken files
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise  # nothing is wrong with the file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Its first sentence alone: torch goes on to recommend loading without weights_only, which runs what the file holds.
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise UserError(
             f"checkpoint file {path} is damaged ({reason}): delete {checkpoint} to go back to the checkpoint before it"
         ) from error
