@@ -12,6 +12,7 @@ import torch
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
 from dsv3fp8.training.checks import fit_vocabulary, select_device
@@ -72,7 +73,10 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
 
     model, optimizer = build(config, device)
-    directory.checkpoints.mkdir(exist_ok=True)
+    try:
+        directory.checkpoints.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
     check_space(directory.checkpoints, checkpoint_bytes(model, optimizer), config.training.keep)
     training = config.training
     batches = TrainBatches(

@@ -340,6 +340,14 @@ def test_a_full_disk_in_the_middle_keeps_the_last_checkpoint(nano: Any, curve: A
     assert [record["step"] for record in curve(config.run_dir)] == list(range(1, 11))
 
 
+def test_a_file_where_the_checkpoints_belong_is_named(nano: Any) -> None:
+    config = nano("recipe=bf16")
+    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "checkpoints").touch()
+    with pytest.raises(UserError, match=r"checkpoints cannot be made: File exists; choose another run_dir="):
+        train(config)
+
+
 def test_memory_stays_flat_over_200_steps(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Y01: no loss may keep its graph alive; live tensors and resident memory of steps 40 and 200."""
     psutil = pytest.importorskip("psutil")
