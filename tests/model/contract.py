@@ -185,8 +185,6 @@ def _has_box(node: str, roles: dict[str, str], read: frozenset[str], written: fr
     """Boxes that only some recipes have: a cast of what stays as it is does not exist."""
     if node.rstrip("?") == "requantize":
         return roles["in"] != roles["a"]
-    if ".requant" in node and "expert" in node:
-        return roles["in"] != roles["a"]
     return {t.split(":")[1] for t in read} != {t.split(":")[1] for t in written}
 
 
