@@ -199,7 +199,7 @@ def test_threads_spin_less_unless_the_user_has_said_how_they_wait(monkeypatch: p
     assert "GOMP_SPINCOUNT" not in os.environ
     monkeypatch.delenv("OMP_WAIT_POLICY")
     cli.share_cores()
-    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     cli.share_cores()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
