@@ -212,9 +212,11 @@ def test_training_windows_are_never_padded() -> None:
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, -15), (None, 0)])
 def test_k08_workers_end_with_the_process_however_it_ends(sent: signal.Signals | None, code: object) -> None:
     program = textwrap.dedent("""
-        import sys, time
+        import signal, sys, time
         import numpy as np
         from dsv3fp8.data import TokenStore, TrainBatches
+        # A shell's background jobs start with SIGINT ignored, and so would this process.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         batches = TrainBatches(TokenStore(np.arange(1000, dtype=np.uint32), 0), 2, 8, 0, workers=3)
         next(batches)
         print("ready", flush=True)
