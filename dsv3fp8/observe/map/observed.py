@@ -7,24 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv3fp8.observe.map.layout import Box, Chip
+from dsv3fp8.precision.ledger import OpRecord, TensorRecord
 
 FP8 = ("e4m3", "e5m2")
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor as it lay in memory. bytes: codes and scales together, without rows that belong to no token.
-
-    again: an op before this one keeps the same memory, so it is counted there.
-    """
-
-    name: str
-    format: str
-    tile: str | None
-    scale: str | None
-    shape: tuple[int, ...]
-    bytes: int
-    again: bool = False
+class Tensor(TensorRecord):
+    """One tensor as it lay in memory; of its bytes, rows that belong to no token are left out."""
 
     def carried(self) -> str:
         """Such as `e4m3 1×128` or `bf16`."""
@@ -36,18 +26,12 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Op:
-    """One op as it ran. fused: casts that ride on it, such as `e4m3` or `e4m3+T`."""
+class Op(OpRecord):
+    """One op as it ran."""
 
-    node: str
-    column: str
-    computes_in: str
-    operands: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    kept: tuple[Tensor, ...]
-    wire: int
-    backend: str
-    fused: tuple[str, ...]
+    operands: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    kept: tuple[Tensor, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -134,16 +118,10 @@ class Observed:
 
 
 def _op(record: Mapping[str, Any]) -> Op:
-    operands, outputs, kept = (tuple(map(_tensor, record[name])) for name in ("operands", "outputs", "kept"))
-    return Op(
-        record["node"], record["column"], record["computes_in"], operands, outputs, kept,
-        wire=record["wire"], backend=record["backend"], fused=tuple(record["fused"]),
-    )  # fmt: skip
+    tensors = {name: tuple(map(_tensor, record[name])) for name in ("operands", "outputs", "kept", "held")}
+    return Op(**{**record, **tensors, "fused": tuple(record["fused"])})
 
 
 def _tensor(record: Mapping[str, Any]) -> Tensor:
-    size = record["bytes"] - record.get("padding", 0)
-    return Tensor(
-        record["name"], record["format"], record["tile"], record["scale"], tuple(record["shape"]), size,
-        record.get("again", False),
-    )  # fmt: skip
+    size = record["bytes"] - record["padding"]
+    return Tensor(**{**record, "shape": tuple(record["shape"]), "bytes": size, "padding": 0})
