@@ -90,9 +90,7 @@ def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.dev
             targets += count_targets(batch.tokens, batch.documents, 0).targets
             total += model(*_moved(batch, device), ahead=False).loss
     finally:
-        model.train()
-        # Weight codes made here were made without a look at their amax: the next step must make, and observe, its own.
-        model.invalidate_codes()
+        model.train()  # which drops weight codes made here: their amax was not looked at
     assert targets, "nothing to validate on"
     return float(total) / targets
 
