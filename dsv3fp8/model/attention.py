@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint, widened
+from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint
 from dsv3fp8.model.rope import softmax_scale
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.attention import attention
@@ -19,6 +19,7 @@ from dsv3fp8.ops.recompute import project_again
 from dsv3fp8.ops.rope import mla_rope
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.widen import widened
 
 
 class Attention(Masters):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.feed_forward import FeedForward
-from dsv3fp8.model.linear import Masters, RMSNorm, mint, widened
+from dsv3fp8.model.linear import Masters, RMSNorm, mint
 from dsv3fp8.model.router import Router
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.exchange import make_plan
@@ -18,6 +18,7 @@ from dsv3fp8.ops.router import balance_loss
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.widen import widened
 
 
 class RoutedExperts(Masters):

@@ -89,8 +89,3 @@ def mint(y: Tensor, readers: list[LinearQuantizers]) -> list[Operand]:
 def _agree(a: LinearQuantizers, b: LinearQuantizers) -> bool:
     # Kept scales (delayed, static) belong to one linear each: those quantize on their own.
     return a.gemm.input == b.gemm.input and "input" not in a.states and "input" not in b.states
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in before their one rounding: at least FP32."""
-    return torch.promote_types(dtype, torch.float32)

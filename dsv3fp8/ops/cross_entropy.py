@@ -17,6 +17,7 @@ from dsv3fp8.ops.stash import Stash, keep
 from dsv3fp8.ops.weights import compute_dtype
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.tiles import values_of
+from dsv3fp8.precision.widen import widened
 
 IGNORED = -100
 CHUNK_VALUES = 2**24  # logits of one chunk: 64 MB in fp32
@@ -29,7 +30,7 @@ def chunk_rows(vocabulary: int) -> int:
 def head_logits(hidden: Tensor, weight: Tensor, compute: str) -> Tensor:
     """FP32 logits [T, V] of hidden [T, D], from the head's master weight [V, D] cast to the compute dtype."""
     dtype = compute_dtype(compute, weight)
-    return matmul_nt(hidden.to(dtype), weight.detach().to(dtype), torch.promote_types(dtype, torch.float32))
+    return matmul_nt(hidden.to(dtype), weight.detach().to(dtype), widened(dtype))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -37,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, edge: Tensor, weight: Tensor, hidden: Tensor, targets: Tensor, compute: str, kept: Stash) -> Tensor:
         dtype = compute_dtype(compute, weight)
         low = weight.detach().to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = widened(dtype)
         loss, lse = (torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         for rows in _chunks(hidden, weight):
             logits = matmul_nt(hidden[rows], low, wide)
@@ -60,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = compute_dtype(ctx.compute, weight)
         low = weight.to(dtype)
         low_t = low.mT.contiguous()
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = widened(dtype)
         dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
         for rows in _chunks(hidden, weight):
             dlogits = torch.exp(matmul_nt(hidden[rows], low, wide) - lse[rows][:, None])

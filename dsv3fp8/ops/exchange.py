@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv3fp8.ops.norm import wide
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
+from dsv3fp8.precision.widen import wide, widened
 
 ROWS = 128
 
@@ -52,7 +52,7 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
     starts, rows = [], 0
     for count in counts:
         starts.append(rows)
-        rows += -(-count // ROWS) * ROWS
+        rows += ceil_div(count, ROWS) * ROWS
     order = order[: sum(counts)]
     expert = flat[order]
     first = counts_device.cumsum(0) - counts_device
@@ -63,8 +63,8 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
     token[row], choice[row], live[row] = order // top_k, order % top_k, True
     slot = torch.zeros(tokens * top_k, dtype=torch.int64, device=device)
     slot[order] = row
-    blocks = torch.tensor([-(-count // ROWS) for count in counts], device=device)
-    groups = torch.repeat_interleave(torch.arange(experts, device=device), blocks)
+    # With its length given it need not ask the device for it.
+    groups = torch.repeat_interleave(torch.arange(experts, device=device), padded // ROWS, output_size=rows // ROWS)
     return Plan(counts, starts, rows, token, choice, live, slot.view(tokens, top_k), sent, groups)
 
 
@@ -97,7 +97,7 @@ def dispatch_copies(x: Tensor, plan: Plan) -> Tensor:
 
 def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
     """Sums each token's K rows [rows, D] in fp32, in order of choice, optionally weighted by fp32 [T, K]; one rounding."""
-    total = rows.new_zeros(plan.slot.shape[0], rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    total = rows.new_zeros(plan.slot.shape[0], rows.shape[1], dtype=widened(rows.dtype))
     if plan.rows == 0:
         return total.to(rows.dtype)
     for choice in range(plan.slot.shape[1]):

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from dsv3fp8.ops import report
 from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies, wire_bytes
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
-from dsv3fp8.ops.norm import wide
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import keep, together
 from dsv3fp8.ops.swiglu import cache_name, input_cache, read_input, report_forward, swiglu_backward, swiglu_forward
@@ -27,6 +26,7 @@ from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, values_of
+from dsv3fp8.precision.widen import wide
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _RoutedExperts(torch.autograd.Function):
             assert drow is not None
             dweights = collect_copies(drow, plan)
         along_n = call.gate_up.quantize("gradient", dh, 1, col_parts=2, groups=plan.groups)
-        along_tokens = call.gate_up.other_orientation("gradient", dh, along_n, 0, col_parts=2, groups=plan.groups)
+        along_tokens = call.gate_up.other_orientation("gradient", dh, along_n, col_parts=2, groups=plan.groups)
         drows = grouped_rows(along_n, call.gate_up_codes.dgrad(w_gate_up), plan, dtype, call.gate_up.gemm, "dgrad")
         received_t = call.gate_up.retile("input", received, plan.groups)
         dw_gate_up = grouped_wgrad(along_tokens, received_t, plan, w_gate_up, call.gate_up.gemm)

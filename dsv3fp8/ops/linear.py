@@ -21,6 +21,7 @@ from dsv3fp8.ops.weights import WeightCodes, compute_dtype
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.nodes import names
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.widen import widened
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, edge: Tensor, weight: Tensor, residual: Tensor | None, call: LinearCall) -> Tensor:
         gemm = call.quantizers.gemm
         out_dtype = compute_dtype(gemm.compute, weight)
-        wide = torch.promote_types(out_dtype, torch.float32)
+        wide = widened(out_dtype)
         codes = call.codes.fprop(weight)
         product = matmul_nt(call.x.operand, codes, wide if residual is not None else out_dtype, gemm, "fprop")
         if residual is not None:  # added in fp32, one rounding
@@ -69,7 +70,7 @@ class _Linear(torch.autograd.Function):
         along_n = quantizers.quantize("gradient", dy, 1, col_parts=ctx.out_parts)
         along_tokens = None
         if ctx.needs_input_grad[1]:
-            along_tokens = quantizers.other_orientation("gradient", dy, along_n, 0, col_parts=ctx.out_parts)
+            along_tokens = quantizers.other_orientation("gradient", dy, along_n, col_parts=ctx.out_parts)
         node, name = ctx.node, names(gemm.op)
         if node:
             report.gradient_cast(node, dy, along_n, along_tokens)

@@ -15,11 +15,7 @@ from torch.autograd.function import once_differentiable
 from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.nodes import JUNCTIONS, names
-
-
-def wide(x: Tensor) -> Tensor:
-    """x for arithmetic: float32, or float64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+from dsv3fp8.precision.widen import wide
 
 
 def norm_forward(x: Tensor, gamma: Tensor, eps: float) -> Tensor:

@@ -98,11 +98,13 @@ class LinearQuantizers(nn.Module):
         # The state may have moved on by the time backward runs.
         return (quantized.scale,) if role in self.states and isinstance(quantized, QuantizedTensor) else ()
 
-    def other_orientation(self, role: str, x: Tensor, quantized: Operand, k_axis: int, **parts: int | Tensor | None) -> Operand:
-        """x quantized along another axis; the same codes where they serve both."""
+    def other_orientation(
+        self, role: str, x: Tensor, quantized: Operand, *, col_parts: int = 1, groups: Tensor | None = None
+    ) -> Operand:
+        """x, quantized along its columns already, with its rows as K; the same codes where they serve both."""
         if not isinstance(quantized, QuantizedTensor) or getattr(self.gemm, role).one_orientation:
             return quantized
-        return self.quantize(role, x, k_axis, **parts)  # type: ignore[arg-type]
+        return self.quantize(role, x, 0, col_parts=col_parts, groups=groups)
 
     def retile(self, role: str, kept: Operand, groups: Tensor | None = None) -> Operand:
         """A kept operand with its rows as the wgrad's K (128x1 tiles), from its codes, never from a lost original.

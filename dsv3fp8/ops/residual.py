@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv3fp8.ops.norm import wide
 from dsv3fp8.precision import ledger
+from dsv3fp8.precision.widen import wide
 
 
 class _Sum(torch.autograd.Function):

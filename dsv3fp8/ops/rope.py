@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.ops.norm import wide
 from dsv3fp8.precision import ledger
+from dsv3fp8.precision.widen import wide
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels.quantize.reference import quantize
-from dsv3fp8.ops.norm import wide
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
+from dsv3fp8.precision.widen import wide
 
 
 def swiglu_forward(h: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:

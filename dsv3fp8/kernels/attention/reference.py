@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.gemm.reference import plain_matmul
+from dsv3fp8.precision.widen import wide
 
 QUERY_BLOCK = 512
 
@@ -56,8 +57,7 @@ def attention_backward(
 
 
 def _heads(x: Tensor) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    return wide.transpose(1, 2).contiguous()
+    return wide(x).transpose(1, 2).contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, start: int, stop: int, scale: float, documents: Tensor | None) -> Tensor:
