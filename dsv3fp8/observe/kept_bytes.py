@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dsv3fp8.config import load_config
 from dsv3fp8.model.block import Block
@@ -39,6 +40,7 @@ class Kept:
     """Bytes per token. tensors: what the contract's sum counts; router: its numbers per expert and choice.
 
     Apart from both: padding (inert rows between experts), plan (indices of the exchange) and the rope table of all layers.
+    allocated: what the GPU's allocator has given out between forward and backward, the block's output apart; 0 on a CPU.
     """
 
     tensors: float
@@ -46,6 +48,12 @@ class Kept:
     padding: float
     plan: float
     rope_table: float
+    allocated: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Everything that one forward adds to memory; the rope table is there before."""
+        return self.tensors + self.router + self.padding + self.plan
 
 
 def contract_bytes(config: ModelConfig, recipe: Recipe) -> int:
@@ -81,6 +89,7 @@ def observed_bytes(config: ModelConfig, recipe: Recipe, tokens: int, device: tor
     compute = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     x = torch.randn(tokens, config.dim, device=device).to(compute).requires_grad_()
     sequences = Sequences.of(config, torch.zeros(1, tokens, dtype=torch.int64, device=device), None)
+    allocated = _allocated(block, x, sequences) / tokens if device.type == "cuda" else 0.0
     with observe_ops() as ledger:
         block(x, sequences)
     assert not ledger.unreported, ledger.unreported
@@ -97,7 +106,18 @@ def observed_bytes(config: ModelConfig, recipe: Recipe, tokens: int, device: tor
         padding=sum(t.padding for t in kept) / tokens,
         plan=sum(t.bytes for record in ledger.records for t in record.held) / tokens,
         rope_table=live(SHARED_BY_LAYERS),
+        allocated=allocated,
     )
+
+
+def _allocated(block: Block, x: Tensor, sequences: Sequences) -> int:
+    """Bytes that the allocator has given out after a forward and had not before it, without the block's output."""
+    block(x, sequences)  # weight codes and the libraries' workspaces are there from now on
+    before = torch.cuda.memory_allocated(x.device)
+    out, balance = block(x, sequences)
+    after = torch.cuda.memory_allocated(x.device)
+    outputs = [t.untyped_storage().nbytes() for t in (out, balance) if t is not None]
+    return after - before - sum(outputs)
 
 
 def _fill(block: Block) -> None:
@@ -119,18 +139,21 @@ def block_config(name: str) -> ModelConfig:
 
 
 def table(device: torch.device, tokens: int = 128) -> Iterator[str]:
-    """The table in Markdown, line by line."""
-    yield "| layer of | recipe | contract | observed | ratio to BF16 | router's numbers | padding | exchange plan |"
-    yield "|---|---|--:|--:|--:|--:|--:|--:|"
+    """The table in Markdown, line by line; on a GPU with the allocator's count beside the sum of what was observed."""
+    gpu = device.type == "cuda"
+    more = " sum of these | allocator | ratio |" if gpu else ""
+    yield f"| layer of | recipe | contract | observed | ratio to BF16 | router's numbers | padding | exchange plan |{more}"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|" + ("--:|--:|--:|" if gpu else "")
     for name in BLOCKS:
         config, baseline = block_config(name), None
         for words in RECIPES:
             recipe = load_config([f"recipe={words[0]}", *(f"recipe.{word}" for word in words[1:])]).recipe
             kept = observed_bytes(config, recipe, tokens, device)
             baseline = baseline or kept.tensors
+            more = f" {kept.total:,.0f} | {kept.allocated:,.0f} | {kept.allocated / kept.total:.3f} |" if gpu else ""
             yield (
                 f"| {name} | {' '.join(words)} | {contract_bytes(config, recipe):,} | {kept.tensors:,.0f} "
-                f"| {kept.tensors / baseline:.3f} | {kept.router:,.0f} | {kept.padding:,.0f} | {kept.plan:,.0f} |"
+                f"| {kept.tensors / baseline:.3f} | {kept.router:,.0f} | {kept.padding:,.0f} | {kept.plan:,.0f} |{more}"
             )
 
 
