@@ -40,7 +40,7 @@ class Kept:
     """Bytes per token. tensors: what the contract's sum counts; router: its numbers per expert and choice.
 
     Apart from both: padding (inert rows between experts), plan (indices of the exchange) and the rope table of all layers.
-    allocated: what the GPU's allocator has given out between forward and backward, the block's output apart; 0 on a CPU.
+    allocated: what is requested of the GPU's allocator between forward and backward, the block's output apart; 0 on a CPU.
     """
 
     tensors: float
@@ -111,13 +111,16 @@ def observed_bytes(config: ModelConfig, recipe: Recipe, tokens: int, device: tor
 
 
 def _allocated(block: Block, x: Tensor, sequences: Sequences) -> int:
-    """Bytes that the allocator has given out after a forward and had not before it, without the block's output."""
+    """Bytes asked of the allocator after a forward and not before it, with the block's input and without its output.
+
+    The norm keeps the input, which is there before. Requested bytes: blocks are up to 1 MB larger.
+    """
     block(x, sequences)  # weight codes and the libraries' workspaces are there from now on
-    before = torch.cuda.memory_allocated(x.device)
+    before = torch.cuda.memory_stats(x.device)["requested_bytes.all.current"]
     out, balance = block(x, sequences)
-    after = torch.cuda.memory_allocated(x.device)
+    after = torch.cuda.memory_stats(x.device)["requested_bytes.all.current"]
     outputs = [t.untyped_storage().nbytes() for t in (out, balance) if t is not None]
-    return after - before - sum(outputs)
+    return after - before + x.nbytes - sum(outputs)
 
 
 def _fill(block: Block) -> None:

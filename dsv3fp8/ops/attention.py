@@ -45,38 +45,37 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         choice = backend.choose_attention(q.device, q.dtype, call.documents is not None)
-        state: tuple[Tensor, ...] = ()
-        if choice.backend == "cudnn":
-            out, lse, state = cudnn.attention_forward(q, k, v, call.scale)
+        ctx.on_cudnn = choice.backend == "cudnn"
+        if ctx.on_cudnn:
+            out, lse = cudnn.attention_forward(q, k, v, call.scale)
         else:
             out, lse = reference.attention_forward(q, k, v, call.scale, call.documents)
         flat = out.flatten(2).flatten(0, 1)
         call.output = flat
         cache: Operand = quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat
         call.kept = keep(cache, "attn_cache")
-        ctx.save_for_backward(lse, *state, *call.kept.tensors, *call.inputs.tensors)
-        ctx.scale, ctx.documents, ctx.restore, ctx.n_state = call.scale, call.documents, call.kept.restore, len(state)
+        ctx.save_for_backward(lse, *call.kept.tensors, *call.inputs.tensors)
+        ctx.scale, ctx.documents, ctx.restore = call.scale, call.documents, call.kept.restore
         ctx.restore_inputs, ctx.n_kept = call.inputs.restore, len(call.kept.tensors)
         ctx.node = ledger.here("attention")
         if ctx.node:
-            _report_forward(ctx.node, choice.backend, (q, k, v), (flat, lse, cache), call, state)
+            _report_forward(ctx.node, choice.backend, (q, k, v), (flat, lse, cache), call)
         return edge_of(flat.shape, out.dtype, out.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         lse, *rest = ctx.saved_tensors
-        state, rest = rest[: ctx.n_state], rest[ctx.n_state :]
         kept = ctx.restore(tuple(rest[: ctx.n_kept]))
         q, k, v = ctx.restore_inputs(tuple(rest[ctx.n_kept :]))
         # E5M6 times a power of two is exact in BF16: the cast changes nothing.
         out, dout = values_of(kept).view_as(v).to(v.dtype), dout.reshape(v.shape)
-        if state:
-            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, (state[0], state[1]), ctx.scale)
+        if ctx.on_cudnn:
+            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, ctx.scale)
         else:
             dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, ctx.scale, ctx.documents)
         if ctx.node:
-            ctx.node.ledger.note_kernel("attention", "dgrad", "cudnn" if state else "reference", q, k, v, dout)
+            ctx.node.ledger.note_kernel("attention", "dgrad", "cudnn" if ctx.on_cudnn else "reference", q, k, v, dout)
             reads = {"q": q, "k": k, "v": v, "lse": lse, "attn_cache": kept, "dattn_out": dout}
             ctx.node.report("backward", dq, reads, {"dq": dq, "dk": dk, "dv": dv})
         return dq, dk, dv, None
@@ -84,7 +83,6 @@ class _Attention(torch.autograd.Function):
 
 def _report_forward(
     node: ledger.Node, taken: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor, Operand], call: AttentionCall,
-    state: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     flat, lse, cache = outputs
     reads: dict[str, Operand | Sequence[Operand] | None] = dict(zip("qkv", inputs, strict=True))
@@ -93,7 +91,7 @@ def _report_forward(
     node.ledger.note_kernel("attention", "fprop", taken, *inputs)
     node.report(
         "forward", flat, reads, {"attn_out": flat, "lse": lse, "attn_cache": packed},
-        {**kept, "lse": lse, "attn_cache": cache, "rng_state": state},
+        {**kept, "lse": lse, "attn_cache": cache},
         fused=("e5m6",) if packed else (), holds={"documents": call.documents},
     )  # fmt: skip
 

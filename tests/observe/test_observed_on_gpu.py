@@ -38,14 +38,13 @@ def test_a_gpu_keeps_what_a_cpu_keeps_and_its_allocator_no_more(words: tuple[str
         config = block_config(model)
         cpu, gpu = (observed_bytes(config, given, 128, torch.device(d)) for d in ("cpu", "cuda"))
         assert gpu.total == cpu.total
-        # The allocator gives out multiples of 512 bytes.
-        assert gpu.total <= gpu.allocated <= gpu.total + 64 * 512 / 128
+        assert gpu.allocated == pytest.approx(gpu.total, rel=0.005)
 
 
 def test_a_v3_layer_runs_forward_and_backward_and_keeps_what_the_contract_says() -> None:
     config = block_config("v3_671b")
     ledger = observe_block(config, recipe("dsv3"), False, 4096, 0, torch.device("cuda"))
-    gradients = [t for r in ledger.records if r.column == "wgrad" for t in r.outputs]
+    gradients = [t for r in ledger.records for t in r.outputs if t.name.startswith("dw_")]
     assert {t.name for t in gradients} >= {"dw_expert_gate_up", "dw_expert_down", "dw_out", "dw_q_b", "dw_kv_b"}
     assert all(t.format == "fp32" for t in gradients)
     kept = observed_bytes(config, recipe("dsv3"), 128, torch.device("cuda"))

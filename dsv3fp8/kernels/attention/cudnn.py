@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,19 +11,23 @@ _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """q, k [B, S, H, Dqk], v [B, S, H, Dv], bf16 -> output [B, S, H, Dv], log-sum-exp fp32, and the dropout state."""
-    out, lse, _, _, _, _, seed, offset, _ = _forward(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale
-    )
-    return out.transpose(1, 2), lse, (seed, offset)
+@lru_cache
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset that backward asks for and, nothing being dropped, does not read: none need be kept of forward's."""
+    return torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q, k [B, S, H, Dqk], v [B, S, H, Dv], bf16 -> output [B, S, H, Dv] and log-sum-exp fp32."""
+    out, lse, *_ = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale)
+    return out.transpose(1, 2), lse
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: tuple[Tensor, Tensor], scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from the output as it was kept."""
-    seed, offset = state
+    state = _no_dropout(q.device)
     length = q.shape[1]
     dq, dk, dv = _backward(
         dout.transpose(1, 2),
@@ -30,8 +36,7 @@ def attention_backward(
         v.transpose(1, 2),
         out.transpose(1, 2),
         lse,
-        seed,
-        offset,
+        *state,
         None,  # no bias, no variable lengths
         None,
         None,

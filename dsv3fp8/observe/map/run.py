@@ -28,8 +28,11 @@ def observe_block(config: ModelConfig, recipe: Recipe, dense: bool, tokens: int,
     with ledger.observe_ops() as observed:
         ledger.enter(SCOPE)
         out, balance = block(x.requires_grad_(), sequences)
-        loss = (out.float() * dy.float() / tokens).sum()
-        (loss if balance is None else loss + config.balance_loss * balance).backward()
+        # The gradients that a loss would send in: the output's and, where there are experts, the balance loss's.
+        torch.autograd.backward(
+            [out] if balance is None else [out, balance],
+            [dy / tokens] if balance is None else [dy / tokens, torch.full_like(balance, config.balance_loss)],
+        )
     return observed
 
 
