@@ -182,10 +182,10 @@ def active() -> Ledger | None:
 
 
 @contextmanager
-def observe_ops() -> Iterator[Ledger]:
-    """While open, ops of this process report to the ledger it yields. Run forward and backward inside."""
+def observe_ops(into: Ledger | None = None) -> Iterator[Ledger]:
+    """While open, ops of this process report to the ledger it yields, `into` or a new one. Run forward and backward inside."""
     global _active
-    outer, ledger = _active, Ledger()
+    outer, ledger = _active, into if into is not None else Ledger()
     _active = ledger
     try:
         with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda t: t):
