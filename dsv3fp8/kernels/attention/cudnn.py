@@ -18,9 +18,9 @@ def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k [B, S, H, Dqk], v [B, S, H, Dv], bf16 -> output [B, S, H, Dv] and log-sum-exp fp32."""
+    """q, k [B, S, H, Dqk], v [B, S, H, Dv], bf16 -> output [B, S, H, Dv] and log-sum-exp fp32 [B, H, S]."""
     out, lse, *_ = _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, True, False, scale=scale)
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2), lse.squeeze(-1)
 
 
 def attention_backward(
@@ -35,7 +35,7 @@ def attention_backward(
         k.transpose(1, 2),
         v.transpose(1, 2),
         out.transpose(1, 2),
-        lse,
+        lse.unsqueeze(-1),
         *state,
         None,  # no bias, no variable lengths
         None,
