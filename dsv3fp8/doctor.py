@@ -117,12 +117,12 @@ def backends(
     """For each backend taken on this device, and each reason: the ops. `halves` and `isolated`: see `explain`."""
     from dsv3fp8.kernels.backend import explain
 
-    groups: dict[tuple[str, str], list[str]] = {}
-    for op, backend, reason in explain(recipe, device, halves, isolated):
-        groups.setdefault((backend, reason), []).append(op)
+    groups: dict[str, list[str]] = {}
+    for op, choice in explain(recipe, device, halves, isolated):
+        groups.setdefault(str(choice), []).append(op)
     lines = []
-    for (backend, reason), ops in groups.items():
-        lines.append(f"{backend}: {reason}")
+    for choice_text, ops in groups.items():
+        lines.append(choice_text)
         lines += textwrap.wrap(", ".join(_all_three(ops)), 100, initial_indent="    ", subsequent_indent="    ")
     return lines
 

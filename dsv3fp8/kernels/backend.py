@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dsv3fp8.kernels.gemm import cublaslt, reference
+from dsv3fp8.kernels.gemm import cublaslt, emulated, reference
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
@@ -20,10 +20,14 @@ from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and the reason it was taken."""
+    """A backend and the reason it was taken. exact: its results are defined to the bit (precision/accumulator.py)."""
 
     backend: str
     reason: str
+    exact: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}" + ("; to the bit" if self.exact else "")
 
 
 @lru_cache
@@ -44,31 +48,52 @@ def hopper_reason(device: torch.device) -> str | None:
     return None
 
 
-def choose_gemm(a: Operand, b: Operand, accumulator: str | None) -> Choice:
-    """The backend for a @ b^T."""
+def choose_gemm(a: Operand, b: Operand, spec: GemmSpec) -> Choice:
+    """The backend for a @ b^T under a recipe's accumulator and promotion interval."""
     quantized_a, quantized_b = isinstance(a, QuantizedTensor), isinstance(b, QuantizedTensor)
     if not quantized_a and not quantized_b:
         return Choice("torch", "not quantized")
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        return Choice("reference", "one operand only is quantized")
+        return Choice("reference", "one operand only is quantized: plain FP32 sums, whatever the accumulator")
+    if spec.accumulator == "fp32":
+        return Choice("reference", "accumulator: fp32 was asked for")
     against = hopper_reason(a.codes.device)
-    if against is None and accumulator == "fp32":
-        against = "accumulator: fp32 was asked for"
     if against is None:
-        against = cublaslt.reason_against(a, b)
+        return _choose_on_hopper(a, b, spec)
+    if spec.accumulator == "hopper":
+        return _emulated(a.codes.device, against, spec)
+    return Choice("reference", f"{against}: plain FP32 sums")
+
+
+def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) -> Choice:
+    against = cublaslt.reason_against(a, b)
+    if against is None and spec.promote_every != 128:
+        against = f"cuBLASLt promotes every 128, not {spec.promote_every}"
     if against is None:
-        return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128")
+        return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128", exact=True)
+    if spec.accumulator == "hopper":
+        return _emulated(a.codes.device, against, spec)
     return Choice("reference", against)
+
+
+def _emulated(device: torch.device, why: str, spec: GemmSpec) -> Choice:
+    """Hopper's accumulator computed elsewhere, by the compiled kernel or, with the reason, by its torch definition."""
+    promoted = "never promoted" if spec.promote_every == "never" else f"promoted every {spec.promote_every}"
+    against = emulated.reason_against_compiled(device)
+    how = "compiled for this CPU" if against is None else f"in torch, slowly: {against}"
+    return Choice("emulated", f"{why}: Hopper's accumulator, {promoted}, {how}", exact=True)
 
 
 def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
-    choice = choose_gemm(a, b, spec.accumulator)
+    choice = choose_gemm(a, b, spec)
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, gemm, choice.backend, a, b)
-    if choice.backend == "cublaslt":
+    if choice.backend in ("cublaslt", "emulated"):
         assert isinstance(a, QuantizedTensor)
         assert isinstance(b, QuantizedTensor)
+        if choice.backend == "emulated":
+            return emulated.matmul_nt(a, b, out_dtype, spec.promote_every)
         return cublaslt.matmul_nt(a, b, out_dtype)
     return reference.matmul_nt(a, b, out_dtype)
 
@@ -88,8 +113,8 @@ def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> 
 
 def explain(
     recipe: Recipe, device: torch.device, halves: Mapping[str, int] | None = None, isolated: bool = False
-) -> list[tuple[str, str, str]]:
-    """(op, backend, reason) of every op under a recipe on a device, without running anything heavy.
+) -> list[tuple[str, Choice]]:
+    """(op, choice) of every op under a recipe on a device, without running anything heavy.
 
     halves: width of one half (gate or up) of each fused projection, of which only whole tiles fit every backend; what is
     not given is a multiple of 128. isolated: documents are kept apart in attention.
@@ -98,13 +123,11 @@ def explain(
     for op in LINEAR_OPS:
         spec = recipe.gemm(op)
         for gemm, (left, right) in _sample_gemms(spec, device, (halves or {}).get(op)).items():
-            choice = choose_gemm(left, right, recipe.accumulator)
-            rows.append((f"{op}.{gemm}", choice.backend, choice.reason))
+            rows.append((f"{op}.{gemm}", choose_gemm(left, right, spec)))
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
-    attention = choose_attention(device, dtype, masked=isolated)
-    rows.append(("attention", attention.backend, attention.reason))
-    rows.append(("quantize", "reference", "torch"))
-    rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", "reference", "torch, fp32 arithmetic"))
+    rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
+    rows.append(("quantize", Choice("reference", "torch", exact=True)))
+    rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
     return rows
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from dsv3fp8.kernels.backend import explain
+from dsv3fp8.kernels.backend import Choice, explain
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.precision.recipe import LINEAR_OPS, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import ceil_div
@@ -72,7 +73,7 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
         }
     probe = device if device.type != "meta" else torch.device("cpu")
     taken = explain(recipe, probe, fused_halves(config), isolated)
-    backends = [{"op": op, "backend": name, "reason": reason} for op, name, reason in taken]
+    backends = [{"op": op, **dataclasses.asdict(choice)} for op, choice in taken]
     present = set(linears)
     return {
         "recipe": recipe.name,
@@ -120,7 +121,7 @@ def _caches(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def format_manifest(manifest: dict[str, Any]) -> str:
     """The manifest as a short table for the terminal."""
-    lines = [f"precision: recipe {manifest['recipe']}, compute {manifest['compute']}"]
+    lines = [f"precision: recipe {manifest['recipe']}, compute {manifest['compute']}, accumulator {manifest['accumulator']}"]
     lines.append(f"  {'linear':<16}{'in -> out':<16}{'input':<20}{'weight':<20}{'gradient':<20}backend")
     by_op: dict[str, list[str]] = {}
     for entry in manifest["backends"]:
@@ -138,6 +139,6 @@ def format_manifest(manifest: dict[str, Any]) -> str:
     lines.append(f"{kept}, SwiGLU input {swiglu['format']} ({sizes})")
     lines.append(f"  recomputed in backward: {RECOMPUTED[manifest['choices']['recompute']]}")
     lines.append("  fp32: router, softmax, norm statistics, loss, weight gradients, master weights")
-    reasons = sorted({f"{b['backend']}: {b['reason']}" for b in manifest["backends"]})
+    reasons = sorted({str(Choice(b["backend"], b["reason"], b["exact"])) for b in manifest["backends"]})
     lines.extend(f"  backend {reason}" for reason in reasons)
     return "\n".join(lines)

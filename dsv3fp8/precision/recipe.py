@@ -90,8 +90,9 @@ class Recipe:
 
     name: str  # for the manifest, the plot and the default run_dir
     compute: str = "bf16"  # bf16 | fp32: what unquantized ops and tensors are carried in
-    accumulator: str | None = None  # fp32: plain FP32 sums; null: the same in the reference, the tensor core's own on Hopper
-    promote_every: int | str = 128  # FP8 products summed before they enter FP32
+    # hopper: its tensor core's sums to the bit, emulated elsewhere; fp32: plain FP32; null: hopper on a Hopper GPU, else fp32
+    accumulator: str | None = None
+    promote_every: int | str = 128  # FP8 products that the tensor core sums before they enter FP32, or never
     # For input, weight and gradient: format, tile, scale, scaling; see docs/recipes.md.
     roles: dict[str, OperandSpec] = field(default_factory=lambda: {r: OperandSpec() for r in ROLES})
     retiled_scale: str | None = None  # fp32 | pow2: scale kind of re-tiled copies; null takes the source's
@@ -179,13 +180,10 @@ class Recipe:
                 f"{where}={spec.promote_every}: a partial sum longer than 128 needs scales that are constant along K; "
                 "use tile row or tensor for every role, or promote every 32, 64 or 128"
             )
-        if self.accumulator == "hopper":
+        if quantized and spec.promote_every != 128 and self.accumulator != "hopper":
             raise UserError(
-                "recipe.accumulator=hopper: the emulated tensor-core accumulator is not built yet; leave it null or fp32"
-            )
-        if quantized and spec.promote_every != 128:
-            raise UserError(
-                f"{where}={spec.promote_every}: only accumulator=hopper tells promotion intervals apart; leave it at 128"
+                f"{where}={spec.promote_every}: only the tensor core's accumulator tells promotion intervals apart; "
+                "set recipe.accumulator=hopper, or leave it at 128"
             )
         for role in ROLES:
             operand: OperandSpec = getattr(spec, role)

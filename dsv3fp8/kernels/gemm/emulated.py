@@ -128,8 +128,9 @@ def _steps(blocks: tuple[tuple[int, int], ...], interval: int) -> tuple[Tensor, 
                 after = min(at + GROUP, end)
                 flags = (_CHAIN_ENDS if after == end else 0) | (_BLOCK_ENDS if after == stop else 0)
                 rows.append((at, after - at, flags, block))
-    table = torch.tensor(rows, dtype=torch.int64).T
-    return table[0].contiguous(), *(table[i].to(torch.int32) for i in (1, 2, 3))
+    start, *others = torch.tensor(rows, dtype=torch.int64).T.contiguous()
+    count, flags, of_block = (part.to(torch.int32) for part in others)
+    return start, count, flags, of_block
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """y = a @ b^T in torch, for plain and quantized operands: the specification, runs anywhere.
 
-Quantized operands sum in plain fp32 (accumulator: fp32). Scales that are constant along K multiply the finished sum once.
+Quantized operands sum in plain fp32 (accumulator: fp32), in whatever order the matmul takes; sums defined to the bit are
+precision/accumulator.py's. Scales that are constant along K multiply the finished sum once.
 Results are the same under autocast, and never use TF32.
 """
 
