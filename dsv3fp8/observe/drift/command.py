@@ -1,0 +1,161 @@
+"""`dsv3fp8 drift`: run the study, print its tables, and write the page, the figures and the data."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import dsv3fp8
+from dsv3fp8.errors import UserError
+from dsv3fp8.observe.drift.capture import describe_run
+from dsv3fp8.observe.drift.claims import judge
+from dsv3fp8.observe.drift.experiments import EXPERIMENTS
+from dsv3fp8.observe.drift.figures import draw_figures
+from dsv3fp8.observe.drift.known import compare
+from dsv3fp8.observe.drift.page import known_summary, page
+from dsv3fp8.observe.drift.study import Row, Study, size_for
+from dsv3fp8.observe.drift.sums import Sums
+from dsv3fp8.observe.drift.tables import tables_of
+from dsv3fp8.schema import build, leaves
+from dsv3fp8.training.checks import device_problems, select_device
+from dsv3fp8.training.config import raise_problems
+from dsv3fp8.training.run_directory import device_name, source_commit
+
+HELP = ("-h", "--help", "help")
+NO_RUN = "sums of real operands are left out: run=RUN_DIR takes them from a checkpoint of `dsv3fp8 train`"
+
+
+@dataclass
+class DriftConfig:
+    """The keys of the command."""
+
+    # Run directory whose newest checkpoint gives real activations, weights and gradients. null: only drawn operands.
+    run: str | None = None
+    # Directory to write drift.md, drift.json and the figures to.
+    out: str = "runs/drift"
+    # small takes minutes on two CPU cores; full has more samples.
+    size: Literal["small", "full"] = "small"
+    # Of everything that is drawn.
+    seed: int = 0
+    # auto, cpu or cuda. A Hopper GPU's own sums are measured beside the emulated ones.
+    device: str = "auto"
+
+    def validate(self) -> None:
+        """Raise UserError with every value that makes no sense."""
+        problems = device_problems("device", self.device)
+        if self.seed < 0:
+            problems.append(f"seed={self.seed} must be at least 0")
+        raise_problems(problems)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the study; the exit status."""
+    if any(argument in HELP for argument in arguments):
+        print(help_text())
+        return 0
+    config = parse(arguments)
+    device = select_device(config.device)
+    out = _writable(Path(config.out).expanduser())
+    study = Study(config.seed, size_for(config.size, device), device, Sums.of(device), _run(config))
+    started = time.monotonic()
+    data = measure_all(study)
+    data["about"] |= {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["dsv3fp8", "drift", *arguments]),
+        "size": config.size,
+        "seconds": time.monotonic() - started,
+    }
+    tables = tables_of(data)
+    _show(data, tables)
+    names = draw_figures(data["rows"], out)
+    _write(out / "drift.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    _write(out / "drift.md", page(data, tables, names))
+    print(f"\nsee {out / 'drift.md'}, {out / 'drift.json'} and {len(names)} figures beside them")
+    return 0
+
+
+def parse(arguments: list[str]) -> DriftConfig:
+    """The keys of the command; UserError for what is none."""
+    words = [argument.partition("=") for argument in arguments]
+    for argument, (_, equals, _) in zip(arguments, words, strict=True):
+        if not equals:
+            raise UserError(f"{argument}: expected key=value, such as run=runs/tiny-dsv3 out=runs/drift")
+    return build(DriftConfig, {key: text for key, _, text in words})
+
+
+def help_text() -> str:
+    """The keys with their defaults and comments."""
+    keys = "\n".join(f"  {key:<14}{note}" for key, _, note in leaves(DriftConfig))
+    return (
+        "Usage: dsv3fp8 drift [run=RUN_DIR] [key=value …]\n\n"
+        "Measures how far FP8 sums along K stray from the exact ones, promoted and not, in emulation and on a Hopper GPU.\n\n"
+        f"{keys}"
+    )
+
+
+def measure_all(study: Study) -> dict[str, Any]:
+    """Every experiment in turn, with a line of progress each: `rows` by experiment, the known figures, the claims judged."""
+    rows: dict[str, list[Row]] = {}
+    for index, (name, experiment) in enumerate(EXPERIMENTS.items(), start=1):
+        started = time.monotonic()
+        rows[name] = experiment(study)
+        print(f"[{index}/{len(EXPERIMENTS)}] {name:<16} {time.monotonic() - started:6.1f} s", flush=True)
+    notes = [study.sums.note] if study.sums.note else []
+    notes.append(f"real operands: {describe_run(study.run)}" if study.run else NO_RUN)
+    about = {
+        "device": device_name(study.device), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "commit": source_commit(Path(dsv3fp8.__file__).parent), "seed": study.seed, "sizes": vars(study.size),
+    }  # fmt: skip
+    return {"about": about, "notes": notes, "rows": rows, "known": compare(rows), "claims": judge(rows)}
+
+
+def _show(data: dict[str, Any], tables: list[Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in tables:
+        shown = Table(title=table.title, title_justify="left", box=SIMPLE_HEAD)
+        for index, head in enumerate(table.heads):
+            shown.add_column(head, justify="right" if index else "left", overflow="fold")
+        for row in table.rows:
+            shown.add_row(*(cell.replace("**", "") for cell in row))
+        console.print(shown)
+    verdicts = Table(title="The draft's claims", title_justify="left", box=SIMPLE_HEAD)
+    for head in ("claim", "verdict", "numbers"):
+        verdicts.add_column(head, overflow="fold")
+    for claim in data["claims"]:
+        verdicts.add_row(claim["name"], claim["verdict"], claim["numbers"])
+    console.print(verdicts)
+    for note in (*data["notes"], known_summary(data["known"])):
+        print(note)
+
+
+def _run(config: DriftConfig) -> Path | None:
+    if config.run is None:
+        return None
+    path = Path(config.run).expanduser()
+    describe_run(path)  # what is wrong with it is said before anything is measured
+    return path
+
+
+def _writable(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "drift.json").open("a").close()
+    except OSError as error:
+        raise UserError(f"out={out}: {error.strerror}; give a directory that can be written to") from error
+    return out
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
