@@ -82,7 +82,7 @@ def _column_major(scale: Tensor, rows: int) -> Tensor:
     seen = scale.mT
     if rows != scale.shape[0]:
         seen = F.pad(seen, (0, rows - scale.shape[0]), value=1.0)
-    return seen.contiguous().mT
+    return _dense_mT(seen)
 
 
 def _rows_of(operand: QuantizedTensor, rows: int, blocks: int) -> Tensor:
@@ -110,4 +110,11 @@ def _grid_128(scale: Tensor) -> Tensor:
     """cuBLASLt's layout of a 128x128 grid: K contiguous and padded to 4 -> [roundup(K blocks, 4), row blocks]."""
     if scale.shape[1] % 4:
         scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
-    return scale.contiguous().mT
+    return _dense_mT(scale)
+
+
+def _dense_mT(grid: Tensor) -> Tensor:
+    """The transposed view of a dense copy, with the strides that cuBLASLt asks for also where a side is 1."""
+    rows, cols = grid.shape
+    # contiguous() leaves whatever stride a side of length 1 happens to have.
+    return grid.contiguous().as_strided((cols, rows), (1, cols))
