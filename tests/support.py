@@ -14,6 +14,7 @@ from dsv3fp8.precision.recipe import Recipe
 
 RECIPES = (
     "fp32", "bf16", "dsv3", "dsv3_pow2", "hybrid", "bf16_cache", "blockwise_grad", "rowwise", "tensorwise", "delayed", "static",
+    "no_promotion",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_module_every_config_and_the_tested_versions(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dsv3fp8").rglob("*.py")}
+    modules = {path.relative_to(ROOT).as_posix() for end in ("*.py", "*.c") for path in (ROOT / "dsv3fp8").rglob(end)}
     configs = {f"dsv3fp8/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert modules | configs | {"dsv3fp8/constraints.txt"} <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "scripts", ".venv", "configs"))]

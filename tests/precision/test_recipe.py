@@ -1,5 +1,7 @@
 """The recipe as data: what the shipped files say, what composes, and what is refused in one line."""
 
+import dataclasses
+
 import pytest
 from support import RECIPES, recipe
 
@@ -47,10 +49,12 @@ def test_the_other_recipes_differ_from_dsv3_in_what_their_name_says() -> None:
     assert specs("bf16_cache") == base
     assert (recipe("bf16_cache").attention_cache, recipe("bf16_cache").swiglu_cache.format) == ("compute", "compute")
     rows = {"rowwise": ("row", "current"), "tensorwise": ("tensor", "current")}
-    rows |= {"delayed": ("tensor", "delayed"), "static": ("tensor", "static")}
+    rows |= {"delayed": ("tensor", "delayed"), "static": ("tensor", "static"), "no_promotion": ("row", "current")}
     for name, (tile, scaling) in rows.items():
         assert set(specs(name).values()) == {OperandSpec("e4m3", tile, "fp32", scaling)}, name
     assert recipe("delayed").amax_history == 16
+    changed = {"name": "no_promotion", "accumulator": "hopper", "promote_every": "never"}
+    assert recipe("no_promotion") == dataclasses.replace(recipe("rowwise"), **changed)  # its control
 
 
 def test_tiles_run_along_the_gemms_k() -> None:
@@ -94,6 +98,15 @@ REFUSED = {
         {"ops": {"q_b": {"weight": {"format": "e4m3", "tile": "128x128"}, "promote_every": "never"}}},
         r"recipe\.promote_every \(op q_b\)=never.*constant along K",
     ),
+    "a short promotion of plain sums": (
+        {"roles": {"input": {"format": "e4m3"}}, "promote_every": 32},
+        r"recipe\.promote_every=32: only the tensor core's accumulator .* set recipe\.accumulator=hopper, or leave it at 128",
+    ),
+    "no promotion of plain sums": (
+        {"roles": {"input": {"format": "e4m3", "tile": "row"}}, "accumulator": "fp32", "promote_every": "never"},
+        r"recipe\.promote_every=never: only the tensor core's accumulator",
+    ),
+    "an unknown accumulator": ({"accumulator": "ampere"}, r"recipe\.accumulator=ampere: choose null, fp32, hopper"),
     "an impossible promotion": ({"promote_every": 100}, r"recipe\.promote_every=100"),
     "delayed scaling of tiles": (
         {"roles": {"input": {"format": "e4m3", "tile": TILED, "scaling": "delayed"}}},
@@ -127,3 +140,15 @@ def test_null_means_as_in_the_roles() -> None:
     given = Recipe.from_dict(data)
     assert given.ops == {}
     assert given.gemm("out").input == OperandSpec("e4m3")
+
+
+@pytest.mark.parametrize("every", [32, 64, 128, 256, 512, 1024, 2048, 4096, "never"])
+def test_every_promotion_interval_is_for_some_tiles(every: int | str) -> None:
+    for tile in ("1x128", "row", "tensor"):
+        role = {"format": "e4m3", "tile": tile}
+        data = {"name": "mine", "accumulator": "hopper", "promote_every": every, "roles": {"input": role, "gradient": role}}
+        if tile == "1x128" and every not in (32, 64, 128):
+            with pytest.raises(UserError, match="constant along K"):
+                Recipe.from_dict(data)
+        else:
+            assert Recipe.from_dict(data).gemm("out").promote_every == every
