@@ -117,6 +117,18 @@ def map_(arguments: list[str]) -> int:
         return _fail(f"out of memory in `{asked}`: lower tokens or model.experts, or take a smaller model", FAILED)
 
 
+def drift(arguments: list[str]) -> int:
+    """Measure how far FP8 sums stray from the exact ones, promoted and not: tables, figures, a page."""
+    from dsv3fp8.observe.drift.command import main
+
+    try:
+        return main(arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail(f"out of memory in `{' '.join(['drift', *arguments])}`: take size=small, or another device", FAILED)
+
+
 def doctor(arguments: list[str]) -> int:
     """Print what this machine can do, tested against installed versions, and which backend each op takes."""
     from dsv3fp8.doctor import main
@@ -125,7 +137,7 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "generate": generate, "map": map_, "doctor": doctor,
+    "train": train, "generate": generate, "map": map_, "drift": drift, "doctor": doctor,
 }  # fmt: skip
 
 

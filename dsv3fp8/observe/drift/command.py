@@ -108,7 +108,7 @@ def measure_all(study: Study) -> dict[str, Any]:
         started = time.monotonic()
         rows[name] = experiment(study)
         print(f"[{index}/{len(EXPERIMENTS)}] {name:<16} {time.monotonic() - started:6.1f} s", flush=True)
-    notes = [study.sums.note] if study.sums.note else []
+    notes = list(study.sums.notes)
     notes.append(f"real operands: {describe_run(study.run)}" if study.run else NO_RUN)
     about = {
         "device": device_name(study.device), "torch": torch.__version__, "threads": torch.get_num_threads(),

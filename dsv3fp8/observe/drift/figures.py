@@ -49,12 +49,12 @@ def _length(rows: Sequence[Row], pyplot: Any) -> Any:
         axes.set(title=NAMES[data], xscale="log", yscale="log")
         axes.set_xscale("log", base=2)
         below.set(ylim=(-0.03, 1.03), xlabel="K, products in a sum")
-    errors[0].set_ylabel("error / output")
+    errors[0].set_ylabel("error relative to the outputs")
     bias[0].set_ylabel("share of squared error\nthat one common factor explains")
     for axes in (*errors, *bias):
         axes.grid(alpha=0.3)
-    errors[0].legend(fontsize=8, loc="upper left")
-    bias[0].legend(fontsize=8, loc="lower right")
+    handles, labels = errors[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4 if len(labels) > 4 else 2, fontsize=8)
     figure.suptitle("Error of a sum of K products against float64, and how much of it is bias")
     return figure
 
@@ -98,20 +98,24 @@ def _cause(rows: Sequence[Row], pyplot: Any) -> Any:
 
 
 def _operands(rows: Sequence[Row], pyplot: Any) -> Any:
-    groups = list(dict.fromkeys((row["linear"], row["gemm"], row["k"]) for row in rows))[::-1]
-    figure, axes = pyplot.subplots(figsize=(7.6, 1.6 + 0.24 * len(groups)), layout="constrained")
+    groups = list(dict.fromkeys((row["linear"], row["gemm"]) for row in rows))[::-1]
+    lengths = {(row["linear"], row["gemm"]): row["k"] for row in reversed(rows)}
+    figure, axes = pyplot.subplots(figsize=(7.6, 1.4 + 0.24 * len(groups)), layout="constrained")
     for (recipe, promote), name, color, marker in (
         (("rowwise", "never"), "one chain (scales per row)", ORANGE, "o"),
         (("rowwise", 128), "promoted every 128 (scales per row)", BLUE, "s"),
         (("dsv3", 128), "promoted every 128 (tile scales)", GREEN, "^"),
     ):
         mine = [row for row in rows if (row["recipe"], row["promote"]) == (recipe, promote)]
-        at = [groups.index((row["linear"], row["gemm"], row["k"])) for row in mine]
+        at = [groups.index((row["linear"], row["gemm"])) for row in mine]
         axes.plot([row["rms"] for row in mine], at, linestyle="none", marker=marker, color=color, label=name, alpha=0.85)
-    axes.set_yticks(range(len(groups)), [f"{linear} {gemm}, K = {k}" for linear, gemm, k in groups], fontsize=8)
+    axes.set_yticks(
+        range(len(groups)), [f"{linear} {gemm}, K = {lengths[linear, gemm]}" for linear, gemm in groups], fontsize=8
+    )
+    axes.set_ylim(-0.7, len(groups) - 0.3)
     axes.set(xscale="log", xlabel=RMS, title="Sums of a checkpoint's own operands")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.9 / (1.6 + 0.24 * len(groups))), ncols=3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=3)
     return figure
 
 

@@ -26,7 +26,7 @@ def page(data: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[str
         f"{about['date']}, {about['device']}, torch {about['torch']}, commit `{about['commit']}`, {about['seconds']:.0f} s. "
         f"Size {about['size']}, seed {about['seed']}. Written by",
         f"    {about['command']}",
-        *(f"{note[0].upper()}{note[1:]}." for note in data["notes"]),
+        *(_sentence(note) for note in data["notes"]),
         "## What the figures say to the draft's claims",
         "The project began from a draft on partial sums. Its claims in our words, a rule for each, and what the "
         "tables below give under it. Errors are relative rms errors unless they say otherwise.",
@@ -45,8 +45,12 @@ def page(data: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[str
 
 def _claims(claims: Sequence[Mapping[str, str]]) -> list[str]:
     lines = ["| claim | verdict |", "|---|---|", *(f"| {c['claim']} | **{c['verdict']}** |" for c in claims)]
-    details = [f"- **{c['name']}: {c['verdict']}.** {c['numbers']}. *Rule:* {c['rule']}." for c in claims]
+    details = [f"- **{c['name']}: {c['verdict']}.** {_sentence(c['numbers'])} *Rule:* {c['rule']}." for c in claims]
     return ["\n".join(lines), "\n".join(details)]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def known_summary(known: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.gemm import emulated
-from dsv3fp8.precision import accumulator
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import GemmSpec, OperandSpec
 from dsv3fp8.precision.tiles import QuantizedTensor, Tile
@@ -34,20 +33,24 @@ class Way:
 
 @dataclass(frozen=True)
 class Sums:
-    """The ways of a device. note: one line on what is missing and why, "" on a Hopper GPU."""
+    """The ways of a device to sum over K. notes: a line on each that is missing, and why."""
 
     ways: tuple[Way, ...]
-    note: str
+    notes: tuple[str, ...]
 
     @staticmethod
     def of(device: torch.device) -> Sums:
-        """Emulated, and on a Hopper GPU also the exact GEMM of this package and cuBLASLt's tensor-scaled one."""
+        """Emulated, and on a Hopper GPU also this package's own GEMM, if it is to the bit, and cuBLASLt's tensor-scaled one."""
         ways = [emulation("never"), emulation(128)]
         against = backend.hopper_reason(device)
-        if against is None:
-            ways += [on_chip("never"), on_chip(128), cublaslt(fast=True), cublaslt(fast=False)]
-            return Sums(tuple(ways), "")
-        return Sums(tuple(ways), f"emulated sums only: {against}")
+        if against is not None:
+            return Sums(tuple(ways), (f"emulated sums only: {against}",))
+        notes = []
+        for promote in ("never", 128):
+            way, missing = on_chip(promote, device)
+            ways += [way] if way else []
+            notes += [missing] if missing else []
+        return Sums((*ways, cublaslt(fast=True), cublaslt(fast=False)), tuple(notes))
 
 
 def emulation(promote: Promotion) -> Way:
@@ -57,23 +60,26 @@ def emulation(promote: Promotion) -> Way:
 
 def emulated_products(a: Tensor, b: Tensor, promote: Promotion) -> Tensor:
     """Σ a · b of E4M3 codes a [M, K] and b [N, K], fp32 [M, N], as the tensor core adds them in chains of `promote`."""
-    compute = emulated.products if a.device.type == "cpu" else accumulator.products
-    return compute(a, b, promote)
+    return emulated.products(a, b, promote)
 
 
 def emulated_block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote: Promotion) -> Tensor:
     """a @ b^T with its scales, fp32 [M, N]."""
-    compute = emulated.block_scaled if a.codes.device.type == "cpu" else accumulator.block_scaled
-    return compute(a, b, promote)
+    return emulated.block_scaled(a, b, promote)
 
 
-def on_chip(promote: Promotion) -> Way:
-    """The backend that a recipe with one scale and this promotion takes on a Hopper GPU."""
+def on_chip(promote: Promotion, device: torch.device) -> tuple[Way | None, str]:
+    """The backend that a recipe with one scale and this promotion takes on a Hopper GPU; or None, and why the chip does not."""
+    spec = gemm_spec(promote)
+    sample = unscaled(torch.zeros(128, 128, device=device).to(E4M3.dtype))
+    choice = backend.choose_gemm(sample, sample, spec)
+    if choice.backend in ("reference", "emulated"):
+        return None, f"no sums {promotion_name(promote)} on the GPU: {choice.reason}"
 
     def products(a: Tensor, b: Tensor) -> Tensor:
-        return backend.matmul_nt(unscaled(a), unscaled(b), torch.float32, gemm_spec(promote), "fprop")
+        return backend.matmul_nt(unscaled(a), unscaled(b), torch.float32, spec, "fprop")
 
-    return Way(f"GPU, {promotion_name(promote)}", "gpu", promote, products)
+    return Way(f"GPU ({choice.backend}), {promotion_name(promote)}", "gpu", promote, products), ""
 
 
 def cublaslt(fast: bool) -> Way:

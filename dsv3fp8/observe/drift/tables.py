@@ -76,7 +76,7 @@ def _interval(rows: Sequence[Row]) -> Table:
         for kind in kinds:
             by_where = {row["where"]: row for row in same if row["data"] == kind}
             cells += [_cell(column, by_where["emulated"][column]) for column in _COLUMNS]
-            cells += [_cell(column, by_where["gpu"][column]) for column in ("rms", "equal")] if on_gpu else []
+            cells += [_cell(column, by_where.get("gpu", {}).get(column)) for column in ("rms", "equal")] if on_gpu else []
         lines.append(tuple(cells))
     title = f"Error against the promotion interval, K = {rows[0]['k']}" if rows else ""
     return Table("interval", title, _SUMS, tuple(heads), lines)
@@ -117,8 +117,9 @@ def _operands(rows: Sequence[Row]) -> Table:
         cells = [_cell(c, by_way[way][c]) if way in by_way else "" for way, _, shown in columns for c in shown]
         lines.append((linear, gemm, str(same[0]["k"]), *cells))
     note = (
-        "Activations, weights and gradients of the checkpoint's last layer, as its kernels read them: under recipe rowwise, "
-        "whose scales leave the interval free, and under dsv3. 128 rows by 128 columns of each product; K of a wgrad is tokens."
+        "Operands of the checkpoint's last layer, as its kernels read them: under recipe rowwise, whose scales leave the "
+        "interval free, and under dsv3. 128 rows by 128 columns of each product. K of a wgrad is tokens, and of an expert's "
+        "those routed to it under rowwise."
     )
     return Table("operands", "Sums of a checkpoint's own operands", note, heads, lines)
 
@@ -138,6 +139,8 @@ def _mechanisms(rows: Sequence[Row]) -> Table:
         "decoded operands. All scales are powers of two. The tensor core has no place to apply tile scales inside a chain; "
         "that cell is defined by products that carry their scales into the chain, where powers of two move exponents only."
     )
+    sizes = {row["outlier"] for row in rows if row["outlier"]}
+    note += "".join(f" The outlier channel is {size:,.0f} times larger than the others." for size in sizes)
     title = f"Tile scales and promotion apart, K = {rows[0]['k']}" if rows else ""
     return Table("mechanisms", title, note, heads, lines)
 

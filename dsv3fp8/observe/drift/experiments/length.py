@@ -33,12 +33,13 @@ def against_interval(study: Study) -> list[Row]:
     """Rows by data and promotion interval, emulated and, where there is one, on the GPU."""
     k = min(MIDDLE, study.size.longest)
     on_gpu = any(way.where == "gpu" for way in study.sums.ways)
-    rows = []
+    rows: list[Row] = []
     for data in DATA:
         a, b = _operands(study, data, k)
         for interval in INTERVALS:
             if interval == "never" or int(interval) <= k:
-                rows += _compared([emulation(interval), *([on_chip(interval)] if on_gpu else [])], a, b, data)
+                way = on_chip(interval, study.device)[0] if on_gpu else None
+                rows += _compared([emulation(interval), *([way] if way else [])], a, b, data)
     return rows
 
 

@@ -38,7 +38,7 @@ def mechanisms(study: Study) -> list[Row]:
                 rows.append(
                     {
                         "data": data, "k": k, "scales": scales, "promote": promote, "samples": got.numel(),
-                        "reachable": reachable(scales, promote),
+                        "reachable": reachable(scales, promote), "outlier": OUTLIER if data == "outliers" else None,
                         "total": measure(got, before).to_dict(), "sum": measure(got, decoded).to_dict(),
                     }
                 )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Every experiment's rows: what has to hold at any size, and what follows from the formats alone."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_study import fewer_draws, study
+
+from dsv3fp8.config import load_config
+from dsv3fp8.errors import UserError
+from dsv3fp8.observe.drift.capture import capture, describe_run
+from dsv3fp8.observe.drift.experiments import EXPERIMENTS
+from dsv3fp8.precision import accumulator
+from dsv3fp8.training.loop import train
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    with pytest.MonkeyPatch.context() as patch:
+        fewer_draws(patch)
+        given = study()
+        return {name: experiment(given) for name, experiment in EXPERIMENTS.items()}
+
+
+def one(rows: list[dict[str, Any]], **where: Any) -> dict[str, Any]:
+    (found,) = [row for row in rows if all(row[name] == value for name, value in where.items())]
+    return found
+
+
+def test_sums_are_measured_for_every_k_and_grow_worse_unless_promoted(rows: Rows) -> None:
+    for data in ("uniform", "normal"):
+        chain, promoted = (
+            [row for row in rows["length"] if (row["data"], row["promote"]) == (data, p)] for p in ("never", 128)
+        )
+        assert [row["k"] for row in chain] == [row["k"] for row in promoted] == [128, 256, 512, 1024]
+        assert chain[0] | {"way": "", "promote": ""} == promoted[0] | {"way": "", "promote": ""}  # one chain of 128
+        assert chain[-1]["rms"] > 3 * promoted[-1]["rms"]
+        assert all(row["samples"] == 16 * 16 for row in chain)
+
+
+def test_an_error_is_that_of_the_operands_drawn(rows: Rows) -> None:
+    """From the draw to the figure in numpy, but for the accumulator."""
+    given = study()
+    generator = given.generator("uniform 512")
+    a, b = (given.codes("uniform", 16, 512, generator) for _ in range(2))
+    want = a.float().numpy().astype(float) @ b.float().numpy().astype(float).T
+    error = accumulator.products(a, b, "never").numpy().astype(float) - want
+    row = one(rows["length"], data="uniform", k=512, promote="never")
+    assert row["rms"] == pytest.approx(((error**2).sum() / (want**2).sum()) ** 0.5, rel=1e-9)
+    assert row["signed"] == pytest.approx(error.sum() / want.sum(), rel=1e-9)
+    assert error.max() <= 0  # truncated toward zero, every one
+
+
+def test_the_interval_ends_where_k_does(rows: Rows) -> None:
+    for data in ("uniform", "normal"):
+        mine = [row for row in rows["interval"] if row["data"] == data]
+        assert [row["promote"] for row in mine] == [32, 64, 128, 256, 512, 1024, "never"]
+        assert mine[-1]["rms"] == mine[-2]["rms"]
+        assert [row["rms"] for row in mine[:-1]] == sorted(row["rms"] for row in mine[:-1])
+
+
+def test_truncation_is_worse_than_rounding(rows: Rows) -> None:
+    for data in ("uniform", "normal"):
+        cut, nearest = (one(rows["cause"], data=data, k=1024, rounding=r) for r in ("truncate", "nearest"))
+        assert cut["rms"] > nearest["rms"]
+    assert one(rows["cause"], data="uniform", k=1024, rounding="truncate")["signed"] < 0
+
+
+def test_the_two_mechanisms_each_cut_their_own_error(rows: Rows) -> None:
+    cells = rows["mechanisms"]
+    assert [(r["scales"], r["promote"]) for r in cells if not r["reachable"]] == [("tile", "never")] * 3
+    for data in ("normal", "outliers", "uniform"):
+        for scales in ("tile", "tensor"):
+            promoted, never = (one(cells, data=data, scales=scales, promote=p) for p in (128, "never"))
+            assert never["sum"]["rms"] > promoted["sum"]["rms"]
+    for promote in (128, "never"):
+        tile, tensor = (one(cells, data="outliers", scales=s, promote=promote) for s in ("tile", "tensor"))
+        assert tensor["total"]["rms"] > 5 * tile["total"]["rms"]
+    together = one(cells, data="uniform", scales="tile", promote=128)["total"]["rms"]
+    assert one(cells, data="uniform", scales="tile", promote="never")["total"]["rms"] > 5 * together
+
+
+def test_an_outlier_flushes_what_shares_its_scale(rows: Rows) -> None:
+    shares = {scales: [row["flushed"] for row in rows["outliers"] if row["scales"] == scales] for scales in ("tile", "tensor")}
+    assert all(tile <= tensor for tile, tensor in zip(shares["tile"], shares["tensor"], strict=True))
+    assert shares["tensor"] == sorted(shares["tensor"])
+    # One scale and 10^6: all below 2^-10 of 10^6 · max / 448, which no N(0,1) value here reaches.
+    last = one(rows["outliers"], scales="tensor", factor=1e6)
+    assert (last["flushed"], last["values"]) == (1.0, 1.0)
+    # Under tiles only the outlier's own tile can be flushed: 127 of K - 1 values a row.
+    assert 0.01 < one(rows["outliers"], scales="tile", factor=1e6)["flushed"] <= 127 / 1023
+
+
+def test_casts_change_what_the_formats_say(rows: Rows) -> None:
+    double, fp32, pow2, product = rows["casts"]
+    assert 0.05 < double["changed"] < 0.075
+    assert double["after"] > double["before"]
+    assert fp32["changed"] > 0.9
+    assert fp32["after"] > 1.2 * fp32["before"]
+    assert pow2["changed"] < 1e-3
+    assert pow2["after"] == pytest.approx(pow2["before"], rel=1e-3)
+    assert product["after"] == pytest.approx(2**0.5 * product["before"], rel=0.1)
+
+
+def test_only_scales_of_their_own_serve_tokens_of_unequal_size(rows: Rows) -> None:
+    tile, block, one_scale = rows["gradient_scales"]
+    assert tile["token"] < block["token"] < one_scale["token"]
+    assert tile["lost"] == 0
+    assert all(row["overall"] < 0.03 for row in (tile, block, one_scale))  # which hides it
+
+
+def test_another_seed_gives_other_figures_and_the_same_one_the_same() -> None:
+    first, again, other = (EXPERIMENTS["length"](study(seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step of a small model on a page of text."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "text.txt").write_text("".join(f"line {line * 7 % 97}\n" for line in range(3000)))
+    sizes = {"dim": 64, "layers": 2, "heads": 2, "q_latent": 64, "kv_latent": 64, "head_nope": 16, "head_rope": 16,
+             "head_v": 16, "ffn": 64, "expert_ffn": 64, "experts": 4, "groups": 2, "kept_groups": 1}  # fmt: skip
+    words = [
+        "recipe=delayed", "logging=quiet", "data=files", f"data.cache_dir={directory}/cache",
+        f"data.paths={directory}/text.txt",
+        "training.steps=1", "training.batch=2", "training.context=32", "training.validate_every=0", f"run_dir={directory}/run",
+    ]  # fmt: skip
+    assert train(load_config([*words, *(f"model.{key}={value}" for key, value in sizes.items())])) == 0
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def taken(run: Path) -> dict[str, Any]:
+    """Captured operands by recipe."""
+    return {recipe: capture(run, recipe, 64, torch.device("cpu")) for recipe in ("rowwise", "dsv3")}
+
+
+def test_operands_are_those_of_the_last_layer_under_the_recipe_asked_for(run: Path, taken: dict[str, Any]) -> None:
+    for recipe, cols in (("rowwise", None), ("dsv3", 128)):
+        found = taken[recipe]
+        linears = {"q_a", "q_b", "kv_a", "kv_b", "out", "shared_gate_up", "shared_down", "expert_gate_up", "expert_down"}
+        assert set(found) == {(op, gemm) for op in linears for gemm in ("fprop", "dgrad", "wgrad")}
+        assert all(each.a.tile.cols == cols for each in found.values())
+        assert found["q_a", "fprop"].a.shape == (64, 64)  # tokens, features
+        assert found["q_a", "dgrad"].b.shape == (64, 64)
+        assert found["q_b", "wgrad"].a.shape == (64, 64)  # heads' features, tokens
+        assert found["expert_down", "wgrad"].a.shape[0] == 64
+    assert describe_run(run) == "model tiny, trained under recipe delayed, step 1"
+
+
+def test_rows_of_real_operands_name_linear_gemm_and_k(
+    run: Path, taken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[EXPERIMENTS["operands"].__module__]
+    monkeypatch.setattr(module, "capture", lambda path, recipe, tokens, device: taken[recipe])
+    rows = EXPERIMENTS["operands"](study(run=run))
+    assert {(row["recipe"], row["promote"]) for row in rows} == {("rowwise", "never"), ("rowwise", 128), ("dsv3", 128)}
+    assert len(rows) == 3 * 27
+    assert all(0 < row["rms"] < 0.01 for row in rows if row["k"] >= 64)
+    assert all(row["samples"] <= 128 * 128 for row in rows)
+
+
+def test_without_a_run_or_a_checkpoint_there_are_none(tmp_path: Path, rows: Rows) -> None:
+    assert rows["operands"] == []
+    with pytest.raises(UserError, match=r"run=.* has no checkpoint"):
+        describe_run(tmp_path)
+
+
+@pytest.mark.gpu
+def test_the_chip_adds_as_the_emulation_says() -> None:
+    given = study(device="cuda")
+    for name in ("length", "interval"):
+        rows = [row for row in EXPERIMENTS[name](given) if row["where"] == "gpu"]
+        assert rows
+        assert all(row["equal"] == 1.0 for row in rows if row["promote"] is not None)
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_whole_study_on_the_draws_of_a_cpu(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_draws(monkeypatch)
+    for name, experiment in EXPERIMENTS.items():
+        here, there = experiment(study(run=run)), experiment(study(device="cuda", run=run))
+        assert there, name
+        if name in ("extremes", "cause", "mechanisms"):
+            assert [row["samples"] for row in here] == [row["samples"] for row in there]
+        if name in ("extremes", "cause"):
+            assert all(a["rms"] == pytest.approx(b["rms"], rel=1e-6) for a, b in zip(here, there, strict=True))
