@@ -76,7 +76,7 @@ KNOWN: tuple[Known, ...] = (
 def compare(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
     """A row per known figure: ours (None where this machine has no such row), theirs, their ratio, and whether within 20 %.
 
-    scatter: where ours is a mean over draws that differ much, their standard deviation; theirs was one draw.
+    scatter: where ours is a mean over draws that differ much, their standard deviation.
     """
     found = []
     for known in KNOWN:

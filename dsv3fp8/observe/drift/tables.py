@@ -191,7 +191,7 @@ def _known(rows: Sequence[Row]) -> Table:
         lines.append((r["what"], known, ours, f"{r['ratio']:.2f}", "yes" if r["within"] else "**no**"))
     note = (
         "Known figures measured on an H200 (2026-11-29; torch 2.11, Triton 3.6). ±: the scatter of single draws around our "
-        "mean; the known figure was one draw."
+        "mean; how many draws a known figure is of was not recorded."
     )
     return Table("known", "Known figures, reproduced", note, heads, lines)
 
