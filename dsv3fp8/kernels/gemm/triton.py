@@ -1,0 +1,222 @@
+"""Block-scaled FP8 GEMM in Triton whose every bit is defined: the Hopper tensor core's own sums, promoted as asked.
+
+One chain of the tensor core's accumulator (13 fraction bits) takes `promote_every` products; what is added outside it is
+fp32, in the order of K. The scales enter as cuBLASLt's do:
+  block  b's scale covers 128 rows:     acc = fma(p, fp32(s_a * s_b), acc) per K block of 128
+  row    b has one scale a row (wgrad): acc = fma(fp32(p * s_a), s_b, acc)
+  once   scales constant along K:       the finished sum times fp32(s_a * s_b)
+with p the block's sum: of one chain, or of the fp32 sum of the chains of 32 or 64 in it. K blocks end where tiles end,
+also inside K (halves of dgrad's K that are no multiple of 128). There is no split along K.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.precision.tiles import QuantizedTensor, ceil_div
+
+_NEVER = 0  # chain length that stands for "never"
+
+
+def reason_against(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | str) -> str | None:
+    """Why this kernel cannot compute a @ b^T as asked, or None when it can. Looks at formats and tiles, not at values."""
+    for operand in (a, b):
+        if operand.format not in (E4M3, E5M2):
+            return f"the tensor core has no {operand.format.name}"
+        if operand.tile.cols not in (None, 128) or operand.tile.rows not in (None, 1, 128):
+            return f"no tensor core sum for tile {operand.tile}"
+    if _once(a, b):
+        whole = promote_every in (32, 64, "never") or (isinstance(promote_every, int) and promote_every % 128 == 0)
+        return None if whole else f"promote_every={promote_every} ends inside a block of 128"
+    if promote_every not in (32, 64, 128):
+        return f"promote_every={promote_every} needs scales that are constant along K"
+    if len({_parts_of_k(operand) for operand in (a, b) if operand.tile.cols is not None}) > 1:
+        return "the tiles of the two operands end at different places along K"
+    return None
+
+
+def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, promote_every: int | str = 128) -> Tensor:
+    """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype (bf16 or fp32), one rounding from the fp32 sum.
+
+    a, b: E4M3 or E5M2, also mixed; tiles 1x128, 128x128, row or tensor along K. promote_every: 32, 64, 128; with scales
+    constant along K also any multiple of 128 or "never". Raises ValueError where `reason_against` gives a reason.
+    """
+    if (against := reason_against(a, b, promote_every)) is not None:
+        raise ValueError(against)
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
+    if m == 0 or n == 0 or k == 0:
+        return out.zero_()
+    once = _once(a, b)
+    parts = 1 if once else max(_parts_of_k(a), _parts_of_k(b))
+    codes_a, codes_b = _row_major(a.codes), _row_major(b.codes)
+    scales = "once" if once else "row" if b.tile.rows == 1 else "block"
+    # One scale of b for all columns of a block: tiles of 128 rows that start where blocks do.
+    one_b_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or n // b.row_parts % 128 == 0))
+    # Chains shorter than a block each have an accumulator of their own, and so have column scales: half the columns, no spills.
+    crowded = not once and (promote_every != 128 or (scales == "block" and not one_b_scale))
+    block_m, block_n, block_k = 128, 64 if crowded else 128, 128
+    _gemm_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
+        codes_a,
+        codes_b,
+        a.scale,
+        b.scale,
+        out,
+        m,
+        n,
+        k // parts,
+        parts,
+        codes_a.stride(0),
+        codes_b.stride(0),
+        *_scale_strides(a),
+        *_scale_strides(b),
+        m // a.row_parts,
+        n // b.row_parts,
+        A_TILE_ROWS=a.tile.rows or 0,
+        B_TILE_ROWS=b.tile.rows or 0,
+        SCALES=scales,
+        ONE_B_SCALE=one_b_scale,
+        CHAIN=_NEVER if promote_every == "never" else promote_every,
+        WHOLE_BLOCKS=k // parts % block_k == 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=8,
+        num_stages=4,
+        enable_fp_fusion=False,  # every fma here is asked for by name
+    )
+    return out
+
+
+def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
+
+
+def _parts_of_k(operand: QuantizedTensor) -> int:
+    """Parts of K at whose ends a tile ends, one where all tiles but the last are whole."""
+    cut = operand.tile.cols is not None and operand.shape[-1] // operand.col_parts % 128 != 0
+    return operand.col_parts if cut else 1
+
+
+def _row_major(codes: Tensor) -> Tensor:
+    """Codes with K contiguous and rows that start at multiples of 16 bytes, so that loads are wide."""
+    raw = codes.view(torch.uint8) if codes.stride(-1) == 1 else codes.contiguous().view(torch.uint8)
+    if raw.stride(0) % 16 or raw.data_ptr() % 16:
+        raw = F.pad(raw, (0, -raw.shape[1] % 16)).contiguous()
+    return raw.view(codes.dtype)
+
+
+def _scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
+    """Strides of the scale grid along rows and K blocks, 0 where one scale serves all of them."""
+    rows, blocks = operand.scale.stride()
+    return (0 if operand.tile.rows is None else rows), (0 if operand.tile.cols is None else blocks)
+
+
+@triton.jit
+def _gemm_kernel(
+    a,
+    b,
+    a_scale,
+    b_scale,
+    out,
+    m,
+    n,
+    part_k,
+    parts,
+    a_stride,
+    b_stride,
+    a_scale_stride,
+    a_scale_stride_k,
+    b_scale_stride,
+    b_scale_stride_k,
+    a_part_rows,
+    b_part_rows,
+    A_TILE_ROWS: tl.constexpr,
+    B_TILE_ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ONE_B_SCALE: tl.constexpr,
+    CHAIN: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block_m, block_n = _block_of(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and columns beyond the edge read the last one again; they are not stored.
+    safe_rows, safe_cols = tl.minimum(rows, m - 1), tl.minimum(cols, n - 1)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a + safe_rows.to(tl.int64)[:, None] * a_stride + ks[None, :]
+    b_ptrs = b + safe_cols.to(tl.int64)[None, :] * b_stride + ks[:, None]
+    a_scales = a_scale + _scale_row(safe_rows, a_part_rows, A_TILE_ROWS) * a_scale_stride
+    if ONE_B_SCALE:
+        b_scales = b_scale + _scale_row(block_n * BLOCK_N, b_part_rows, B_TILE_ROWS) * b_scale_stride
+    else:
+        b_scales = b_scale + _scale_row(safe_cols, b_part_rows, B_TILE_ROWS) * b_scale_stride
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if SCALES == "once" and CHAIN > BLOCK_K:
+        for start in range(0, part_k, CHAIN):
+            p = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(start, tl.minimum(start + CHAIN, part_k), BLOCK_K):
+                x = _load(a_ptrs, ks[None, :], k, part_k, WHOLE_BLOCKS)
+                y = _load(b_ptrs, ks[:, None], k, part_k, WHOLE_BLOCKS)
+                p = tl.dot(x, y, p)
+            acc += p
+    elif SCALES == "once":
+        for k in range(0, part_k, BLOCK_K):
+            x = _load(a_ptrs, ks[None, :], k, part_k, WHOLE_BLOCKS)
+            y = _load(b_ptrs, ks[:, None], k, part_k, WHOLE_BLOCKS)
+            acc = tl.dot(x, y, acc) if CHAIN == 0 else tl.dot(x, y, acc, max_num_imprecise_acc=CHAIN)
+    else:
+        for part in range(parts):
+            for k in range(0, part_k, BLOCK_K):
+                x = _load(a_ptrs + part * part_k, ks[None, :], k, part_k, WHOLE_BLOCKS)
+                y = _load(b_ptrs + part * part_k, ks[:, None], k, part_k, WHOLE_BLOCKS)
+                block = part * tl.cdiv(part_k, BLOCK_K) + k // BLOCK_K
+                s_a = tl.load(a_scales + block * a_scale_stride_k)
+                s_b = tl.load(b_scales + block * b_scale_stride_k)
+                p = tl.dot(x, y) if CHAIN == BLOCK_K else tl.dot(x, y, max_num_imprecise_acc=CHAIN)
+                if SCALES == "row":
+                    acc = tl.fma(p * s_a[:, None], tl.broadcast_to(s_b[None, :], p.shape), acc)
+                else:
+                    acc = tl.fma(p, _product(s_a, s_b, ONE_B_SCALE, p.shape), acc)
+    if SCALES == "once":
+        acc = acc * _product(tl.load(a_scales), tl.load(b_scales), ONE_B_SCALE, acc.shape)
+    inside = (rows < m)[:, None] & (cols < n)[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _block_of(program, blocks_m, blocks_n):
+    """Blocks in bands of eight rows, so that programs that run together share operands in the L2 cache."""
+    band = program // (8 * blocks_n)
+    height = tl.minimum(blocks_m - band * 8, 8)
+    within = program % (8 * blocks_n)
+    return band * 8 + within % height, within // height
+
+
+@triton.jit
+def _scale_row(row, part_rows, TILE_ROWS: tl.constexpr):
+    """The row of the scale grid that a row of the matrix reads; parts are tiled each on their own."""
+    if TILE_ROWS > 1:
+        part = row // part_rows
+        row = part * tl.cdiv(part_rows, TILE_ROWS) + (row - part * part_rows) // TILE_ROWS
+    return row  # one scale for all rows has stride 0
+
+
+@triton.jit
+def _load(ptrs, ks, k, end, WHOLE_BLOCKS: tl.constexpr):
+    return tl.load(ptrs + k) if WHOLE_BLOCKS else tl.load(ptrs + k, mask=k + ks < end, other=0.0)
+
+
+@triton.jit
+def _product(s_a, s_b, ONE_B_SCALE: tl.constexpr, shape: tl.constexpr):
+    """fp32(s_a * s_b) of every element; rounded once a row where b has one scale."""
+    return tl.broadcast_to((s_a * s_b)[:, None], shape) if ONE_B_SCALE else s_a[:, None] * s_b[None, :]
