@@ -12,6 +12,7 @@ from torch import Tensor
 import dsv3fp8
 from dsv3fp8.config import RunConfig, load_config
 from dsv3fp8.data import Tokenizer, load_tokenizer
+from dsv3fp8.data.tokenizer import IdTokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.precision import ledger
@@ -82,8 +83,9 @@ def capture(run: Path, recipe: str, tokens: int, device: torch.device) -> Mappin
 
 
 def describe_run(run: Path) -> str:
-    """One line: which checkpoint the operands come from."""
+    """One line: which checkpoint the operands come from. Raises UserError where there is none, or no text to run it on."""
     _, trained, step = _checkpoint(run)
+    _tokenizer(run)
     return f"model {trained.model.name}, trained under recipe {trained.recipe.name}, step {step}"
 
 
@@ -95,6 +97,13 @@ def _checkpoint(run: Path) -> tuple[Path, RunConfig, int]:
     return checkpoint, RunConfig.from_dict(load_state(checkpoint)[1]), step
 
 
+def _tokenizer(run: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(RunDirectory(run).tokenizer)
+    if isinstance(tokenizer, IdTokenizer):
+        raise UserError(f"run={run} was trained on ids, and no text is known that gives them: take a run on text")
+    return tokenizer
+
+
 def _load(run: Path, recipe: str, device: torch.device) -> tuple[Transformer, Tokenizer, int]:
     checkpoint, trained, _ = _checkpoint(run)
     with device:
@@ -104,7 +113,7 @@ def _load(run: Path, recipe: str, device: torch.device) -> tuple[Transformer, To
     # Amax histories and frozen scales are the training recipe's; these recipes keep none.
     load_model(model, {name: tensor for name, tensor in saved.items() if not SCALE_STATE.fullmatch(name)}, checkpoint)
     model.train()
-    return model, load_tokenizer(RunDirectory(run).tokenizer), trained.training.context
+    return model, _tokenizer(run), trained.training.context
 
 
 def _windows(tokenizer: Tokenizer, count: int, context: int) -> Tensor:

@@ -23,7 +23,7 @@ def page(data: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[str
     about = data["about"]
     parts = [
         "# Drift of partial sums",
-        f"{about['date']}, {about['device']}, torch {about['torch']}, commit `{about['commit']}`, {about['seconds']:.0f} s. "
+        f"{about['date']}, {about['device']}, {about['threads']} CPU threads, torch {about['torch']}, commit `{about['commit']}`, {about['seconds']:.0f} s. "
         f"Size {about['size']}, seed {about['seed']}. Written by",
         f"    {about['command']}",
         *(_sentence(note) for note in data["notes"]),

@@ -9,11 +9,14 @@ import torch
 from small_study import fewer_draws, study
 
 from dsv3fp8.config import load_config
+from dsv3fp8.data.tokenizer import ByteTokenizer, IdTokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.drift.capture import capture, describe_run
 from dsv3fp8.observe.drift.experiments import EXPERIMENTS
 from dsv3fp8.precision import accumulator
-from dsv3fp8.training.loop import train
+from dsv3fp8.training.checkpoint import save_checkpoint
+from dsv3fp8.training.setup import build
+from dsv3fp8.training.state import TrainingState, checkpoint_files
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -121,18 +124,18 @@ def test_another_seed_gives_other_figures_and_the_same_one_the_same() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of a small model on a page of text."""
+    """What a run of a small model leaves: a checkpoint, of its initial weights, and a tokenizer."""
     directory = tmp_path_factory.mktemp("run")
-    (directory / "text.txt").write_text("".join(f"line {line * 7 % 97}\n" for line in range(3000)))
-    sizes = {"dim": 64, "layers": 2, "heads": 2, "q_latent": 64, "kv_latent": 64, "head_nope": 16, "head_rope": 16,
-             "head_v": 16, "ffn": 64, "expert_ffn": 64, "experts": 4, "groups": 2, "kept_groups": 1}  # fmt: skip
-    words = [
-        "recipe=delayed", "logging=quiet", "data=files", f"data.cache_dir={directory}/cache",
-        f"data.paths={directory}/text.txt",
-        "training.steps=1", "training.batch=2", "training.context=32", "training.validate_every=0", f"run_dir={directory}/run",
-    ]  # fmt: skip
-    assert train(load_config([*words, *(f"model.{key}={value}" for key, value in sizes.items())])) == 0
-    return directory / "run"
+    sizes = {"vocab_size": 257, "dim": 64, "layers": 2, "heads": 2, "q_latent": 64, "kv_latent": 64, "head_nope": 16,
+             "head_rope": 16, "head_v": 16, "ffn": 64, "expert_ffn": 64, "experts": 4, "groups": 2,
+             "kept_groups": 1}  # fmt: skip
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    config = load_config(["recipe=delayed", "training.context=32", f"run_dir={directory}", *words])
+    model, optimizer = build(config, torch.device("cpu"))
+    files = checkpoint_files(TrainingState(step=1), model, optimizer, config.to_dict())
+    save_checkpoint(directory / "checkpoints", 1, files, keep=1)
+    ByteTokenizer().save(directory / "tokenizer.json")
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +172,13 @@ def test_rows_of_real_operands_name_linear_gemm_and_k(
 def test_without_a_run_or_a_checkpoint_there_are_none(tmp_path: Path, rows: Rows) -> None:
     assert rows["operands"] == []
     with pytest.raises(UserError, match=r"run=.* has no checkpoint"):
+        describe_run(tmp_path)
+
+
+def test_a_run_on_ids_without_text_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
+    IdTokenizer(257, 256).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"run=.* was trained on ids, and no text is known"):
         describe_run(tmp_path)
 
 
