@@ -220,7 +220,8 @@ CLAIMS = (
         "real operands drift too",
         "Inner products of a V3-like model are long enough for the drift to matter.",
         f"every sum of the checkpoint with K >= {LONG} has {GROWTH:g} times the rms error or more when it is not promoted, and "
-        f"the worst of them at least {MATTERS:g} of the error that quantization makes; in part: the first, for some of them",
+        f"the worst of them at least {MATTERS:g} of the error that quantization makes; in part: only the former, or for "
+        "some of them",
         _real,
     ),
     Claim(

@@ -23,8 +23,8 @@ def page(data: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[str
     about = data["about"]
     parts = [
         "# Drift of partial sums",
-        f"{about['date']}, {about['device']}, {about['threads']} CPU threads, torch {about['torch']}, commit `{about['commit']}`, {about['seconds']:.0f} s. "
-        f"Size {about['size']}, seed {about['seed']}. Written by",
+        f"{about['date']}, {about['device']}, {about['threads']} CPU threads, torch {about['torch']}, "
+        f"commit `{about['commit']}`, {about['seconds']:.0f} s. Size {about['size']}, seed {about['seed']}. Written by",
         f"    {about['command']}",
         *(_sentence(note) for note in data["notes"]),
         "## What the figures say to the draft's claims",
