@@ -58,9 +58,7 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
     scales = "once" if once else "row" if b.tile.rows == 1 else "block"
     # One scale of b for all columns of a block: tiles of 128 rows that start where blocks do.
     one_b_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or n // b.row_parts % 128 == 0))
-    # Chains shorter than a block each have an accumulator of their own, and so have column scales: half the columns, no spills.
-    crowded = not once and (promote_every != 128 or (scales == "block" and not one_b_scale))
-    block_m, block_n, block_k = 128, 64 if crowded else 128, 128
+    block_m, block_n, block_k = 128, _columns(scales, one_b_scale, promote_every, out_dtype), 128
     _gemm_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
         codes_a,
         codes_b,
@@ -93,6 +91,17 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
     return out
 
 
+def _columns(scales: str, one_b_scale: bool, promote_every: int | str, out_dtype: torch.dtype) -> int:
+    """Columns of a program's block: fewer where 128 would run out of registers.
+
+    Scales of single columns take some, a change of layout before narrow stores too, and each chain of a block has an
+    accumulator of its own.
+    """
+    if scales == "once" or (promote_every == 128 and (one_b_scale or (scales == "row" and out_dtype == torch.float32))):
+        return 128
+    return 32 if scales == "row" and promote_every == 32 else 64
+
+
 def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
 
@@ -117,7 +126,8 @@ def _scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
     return (0 if operand.tile.rows is None else rows), (0 if operand.tile.cols is None else blocks)
 
 
-@triton.jit
+# Only what makes loads and stores wide is compiled for; every number of rows runs the same kernel.
+@triton.jit(do_not_specialize=["m", "parts", "a_scale_stride", "b_scale_stride", "a_part_rows", "b_part_rows"])
 def _gemm_kernel(
     a,
     b,

@@ -125,7 +125,13 @@ def _launch(
     return QuantizedTensor(codes, scale, fmt, tile, tuple(shape), kind, row_parts, col_parts)
 
 
-@triton.jit
+# Only what makes loads and stores wide is compiled for; every number of rows runs the same kernel.
+@triton.jit(
+    do_not_specialize_on_alignment=["x_stride_c"],
+    do_not_specialize=[
+        "part_rows", "row_parts", "col_parts", "x_stride_e", "x_scale_stride_e", "x_scale_stride_r", "x_scale_stride_c",
+    ],
+)  # fmt: skip
 def _quantize_kernel(
     x,
     x_scale,
