@@ -104,7 +104,7 @@ def packages() -> list[str]:
         if found is None:
             note = f"not installed: {OPTIONAL.get(name, 'run scripts/install or pip install dsv3fp8')}"
         elif name not in tested:
-            note = "comes with torch" if name == "triton" else "not tested"
+            note = "not tested"
         else:
             note = "as tested" if found.split("+")[0] == tested[name] else f"tested with {tested[name]}"
         lines.append(f"{name:<20}{found or '-':<16}{note}")

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.gemm import cublaslt, emulated, reference
+from dsv3fp8.kernels.quantize import reference as quantize_reference
 from dsv3fp8.precision import ledger
-from dsv3fp8.precision.recipe import LINEAR_OPS, GemmSpec, OperandSpec, Recipe
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.formats import E5M6, Format
+from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
+from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, Tile
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ def hopper_reason(device: torch.device) -> str | None:
     return None
 
 
+@lru_cache
+def triton_reason() -> str | None:
+    """Why the Triton kernels cannot be imported, or None when they can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    return None
+
+
 def choose_gemm(a: Operand, b: Operand, spec: GemmSpec) -> Choice:
     """The backend for a @ b^T under a recipe's accumulator and promotion interval."""
     quantized_a, quantized_b = isinstance(a, QuantizedTensor), isinstance(b, QuantizedTensor)
@@ -66,22 +78,33 @@ def choose_gemm(a: Operand, b: Operand, spec: GemmSpec) -> Choice:
 
 
 def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) -> Choice:
-    against = cublaslt.reason_against(a, b)
-    if against is None and spec.promote_every != 128:
-        against = f"cuBLASLt promotes every 128, not {spec.promote_every}"
+    why = cublaslt.reason_against(a, b)
+    if why is None and spec.promote_every != 128:
+        why = f"cuBLASLt promotes every 128, not {spec.promote_every}"
+    if why is None and spec.accumulator == "hopper":
+        why = "cuBLASLt splits the K of some products and sums in another order then"
+    if why is None:
+        return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128, K split where it likes")
+    against = triton_reason()
     if against is None:
-        return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128", exact=True)
-    if spec.accumulator == "hopper":
-        return _emulated(a.codes.device, against, spec)
-    return Choice("reference", against)
+        from dsv3fp8.kernels.gemm import triton as triton_gemm
+
+        against = triton_gemm.reason_against(a, b, spec.promote_every)
+    if against is None:
+        return Choice("triton", f"{why}: FP8 on Hopper tensor cores, {_promoted(spec)}", exact=True)
+    why = f"{why}; {against}"
+    return _emulated(a.codes.device, why, spec) if spec.accumulator == "hopper" else Choice("reference", why)
+
+
+def _promoted(spec: GemmSpec) -> str:
+    return "never promoted" if spec.promote_every == "never" else f"promoted every {spec.promote_every}"
 
 
 def _emulated(device: torch.device, why: str, spec: GemmSpec) -> Choice:
     """Hopper's accumulator computed elsewhere, by the compiled kernel or, with the reason, by its torch definition."""
-    promoted = "never promoted" if spec.promote_every == "never" else f"promoted every {spec.promote_every}"
     against = emulated.reason_against_compiled(device)
     how = "compiled for this CPU" if against is None else f"in torch, slowly: {against}"
-    return Choice("emulated", f"{why}: Hopper's accumulator, {promoted}, {how}", exact=True)
+    return Choice("emulated", f"{why}: Hopper's accumulator, {_promoted(spec)}, {how}", exact=True)
 
 
 def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
@@ -89,13 +112,88 @@ def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, ge
     choice = choose_gemm(a, b, spec)
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, gemm, choice.backend, a, b)
-    if choice.backend in ("cublaslt", "emulated"):
+    if choice.backend in ("cublaslt", "triton", "emulated"):
         assert isinstance(a, QuantizedTensor)
         assert isinstance(b, QuantizedTensor)
         if choice.backend == "emulated":
             return emulated.matmul_nt(a, b, out_dtype, spec.promote_every)
+        if choice.backend == "triton":
+            from dsv3fp8.kernels.gemm import triton as triton_gemm
+
+            return triton_gemm.matmul_nt(a, b, out_dtype, spec.promote_every)
         return cublaslt.matmul_nt(a, b, out_dtype)
     return reference.matmul_nt(a, b, out_dtype)
+
+
+def choose_quantize(
+    device: torch.device,
+    fmt: Format,
+    tile: Tile,
+    cols: int = 128,
+    *,
+    col_parts: int = 1,
+    groups: Tensor | None = None,
+    scale: Tensor | None = None,
+    source: QuantizedTensor | None = None,
+) -> Choice:
+    """The backend of a cast to codes; arguments as in `quantize`, `source` for a re-tile. All give the same bits."""
+    against = _against_triton(device)
+    if against is None:
+        from dsv3fp8.kernels.quantize import triton as kernels
+
+        against = kernels.reason_against(fmt, tile, cols, col_parts, groups, scale)
+        if against is None and source is not None:
+            against = kernels.reason_against_source(source)
+    if against is None:
+        return Choice("triton", "one pass over the values", exact=True)
+    return Choice("reference", f"torch: {against}", exact=True)
+
+
+def _against_triton(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the Triton kernels are for Hopper, not for a {device.type}"
+    if (capability := device_capability(device.index or 0)) != (9, 0):
+        return f"the Triton kernels are for Hopper, not for sm_{capability[0]}{capability[1]}"
+    return triton_reason()
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    tile: Tile,
+    kind: str = "fp32",
+    *,
+    row_parts: int = 1,
+    col_parts: int = 1,
+    groups: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> QuantizedTensor:
+    """Codes and scales of x, as kernels/quantize/reference.py defines them, on the backend `choose_quantize` takes."""
+    choice = choose_quantize(x.device, fmt, tile, x.shape[-1], col_parts=col_parts, groups=groups, scale=scale)
+    if choice.backend == "triton":
+        from dsv3fp8.kernels.quantize import triton as kernels
+
+        return kernels.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts)
+    return quantize_reference.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
+
+
+def retile(
+    source: QuantizedTensor,
+    tile: Tile,
+    kind: str | None = None,
+    *,
+    fmt: Format | None = None,
+    groups: Tensor | None = None,
+) -> QuantizedTensor:
+    """`source` under another tile, as kernels/quantize/reference.py defines it, on the backend `choose_quantize` takes."""
+    device, cols = source.codes.device, source.shape[-1]
+    to = fmt or source.format
+    choice = choose_quantize(device, to, tile, cols, col_parts=source.col_parts, groups=groups, source=source)
+    if choice.backend == "triton":
+        from dsv3fp8.kernels.quantize import triton as kernels
+
+        return kernels.retile(source, tile, kind, fmt=fmt)
+    return quantize_reference.retile(source, tile, kind, fmt=fmt, groups=groups)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> Choice:
@@ -126,9 +224,31 @@ def explain(
             rows.append((f"{op}.{gemm}", choose_gemm(left, right, spec)))
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
-    rows.append(("quantize", Choice("reference", "torch", exact=True)))
+    rows += _casts(recipe, device)
     rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
     return rows
+
+
+def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:
+    """A row for every format and tile that the recipe casts to, and one for re-tiling what is kept."""
+    given = torch.ones(1, 1)
+    rows: dict[str, Choice] = {}
+    if recipe.attention_cache == "e5m6":
+        rows[f"quantize {E5M6.name} {ROW_128}"] = choose_quantize(device, E5M6, ROW_128)
+    for spec in map(recipe.gemm, LINEAR_OPS):
+        for role in (getattr(spec, name) for name in ROLES):
+            for k_axis in (1, 0) if role.quantized else ():
+                tile, kept = role.tile_along(k_axis), role.scaling != "current"
+                name = f"quantize {role.format} {tile}" + (f" {role.scaling}" if kept else "")
+                rows[name] = choose_quantize(device, role.storage, tile, scale=given if kept else None)
+        if spec.input.quantized and spec.input.tile == "1x128":
+            sample = _sample(spec.input, device)
+            assert isinstance(sample, QuantizedTensor)
+            tile = spec.input.tile_along(0)
+            rows[f"re-tile {spec.input.format} {sample.tile} to {tile}"] = choose_quantize(
+                device, spec.input.storage, tile, source=sample
+            )
+    return list(rows.items())
 
 
 def _sample_gemms(spec: GemmSpec, device: torch.device, half: int | None) -> dict[str, tuple[Operand, Operand]]:
@@ -148,9 +268,9 @@ def _sample_gemms(spec: GemmSpec, device: torch.device, half: int | None) -> dic
 def _sample(
     spec: OperandSpec, device: torch.device, rows: int = 128, cols: int = 128, row_parts: int = 1, col_parts: int = 1
 ) -> Operand:
-    from dsv3fp8.kernels.quantize.reference import quantize
-
     x = torch.zeros(rows, cols, device=device)
     if not spec.quantized:
         return x
-    return quantize(x, spec.storage, spec.tile_along(1), spec.scale, row_parts=row_parts, col_parts=col_parts)
+    return quantize_reference.quantize(
+        x, spec.storage, spec.tile_along(1), spec.scale, row_parts=row_parts, col_parts=col_parts
+    )

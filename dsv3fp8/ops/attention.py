@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.attention import cudnn, reference
-from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.kernels.backend import quantize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.recompute import KeptInputs, keep_inputs
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep

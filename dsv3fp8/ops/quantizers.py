@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsv3fp8.kernels.quantize.reference import quantize, retile, scale_from_amax
+from dsv3fp8.kernels.backend import quantize, retile
+from dsv3fp8.kernels.quantize.reference import scale_from_amax
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 

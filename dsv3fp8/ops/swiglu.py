@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.kernels.backend import quantize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision import ledger
