@@ -110,14 +110,20 @@ def _emulated(device: torch.device, why: str, spec: GemmSpec) -> Choice:
 def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
     choice = choose_gemm(a, b, spec)
+    product = _matmul_on(choice.backend, a, b, out_dtype, spec)
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, gemm, choice.backend, a, b)
-    if choice.backend in ("cublaslt", "triton", "emulated"):
+        log.look_at_gemm(spec, gemm, (a, b), product)
+    return product
+
+
+def _matmul_on(backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec) -> Tensor:
+    if backend in ("cublaslt", "triton", "emulated"):
         assert isinstance(a, QuantizedTensor)
         assert isinstance(b, QuantizedTensor)
-        if choice.backend == "emulated":
+        if backend == "emulated":
             return emulated.matmul_nt(a, b, out_dtype, spec.promote_every)
-        if choice.backend == "triton":
+        if backend == "triton":
             from dsv3fp8.kernels.gemm import triton as triton_gemm
 
             return triton_gemm.matmul_nt(a, b, out_dtype, spec.promote_every)
@@ -173,8 +179,14 @@ def quantize(
     if choice.backend == "triton":
         from dsv3fp8.kernels.quantize import triton as kernels
 
-        return kernels.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts)
-    return quantize_reference.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
+        cast = kernels.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts)
+    else:
+        cast = quantize_reference.quantize(
+            x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale
+        )
+    if (log := ledger.active()) is not None:
+        log.look_at_cast(x, cast, groups, scale)
+    return cast
 
 
 def retile(
@@ -192,8 +204,12 @@ def retile(
     if choice.backend == "triton":
         from dsv3fp8.kernels.quantize import triton as kernels
 
-        return kernels.retile(source, tile, kind, fmt=fmt)
-    return quantize_reference.retile(source, tile, kind, fmt=fmt, groups=groups)
+        cast = kernels.retile(source, tile, kind, fmt=fmt)
+    else:
+        cast = quantize_reference.retile(source, tile, kind, fmt=fmt, groups=groups)
+    if (log := ledger.active()) is not None:
+        log.look_at_cast(source, cast, groups)
+    return cast
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> Choice:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv3fp8.precision.formats import E5M6
+from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div, grid_size
 
 _FORMATS = {
@@ -104,6 +105,17 @@ class Ledger:
     def note_kernel(self, op: str, gemm: str, backend: str, *operands: Operand) -> None:
         """The fprop, dgrad or wgrad of an op was handed these operands; the op's own report follows."""
         self._kernels.setdefault((op, gemm), []).append((backend, _computes_in(operands)))
+
+    def look(self, node: Node, column: str, reads: Tensors, emits: Tensors) -> None:
+        """Called with what an op reported, values and all: for ledgers that look at them. This one does not."""
+
+    def look_at_gemm(self, spec: GemmSpec, gemm: str, operands: tuple[Operand, Operand], product: Tensor) -> None:
+        """Likewise with what a GEMM's kernel read and gave."""
+
+    def look_at_cast(
+        self, source: Operand, cast: QuantizedTensor, groups: Tensor | None, scale: Tensor | None = None
+    ) -> None:
+        """Likewise with what a quantizing kernel read, the experts' groups and a given scale included, and gave."""
 
     def find(self, node: str, column: str = "forward", scope: str | None = None) -> list[OpRecord]:
         """Records of a node, oldest first; scope None takes every layer."""
@@ -236,6 +248,7 @@ class Node:
         if column != "forward":
             ledger.settle()
         plain = _computes_in((computes_in,) if computes_in is not None else ())
+        ledger.look(self, column, reads, emits)
         backend, computed = ledger.take_kernels(self.name, _GEMMS[column]) or ("torch", plain)
         record = OpRecord(
             self.scope, self.name, column, computed, _records(reads), _records(emits),
@@ -265,6 +278,7 @@ def amend(
     ledger = node.ledger
     if ledger is not _active:
         return
+    ledger.look(node, column, {}, emits)
     for i in reversed(range(len(ledger.records))):
         old = ledger.records[i]
         if (old.scope, old.node, old.column) == (node.scope, node.name, column):
