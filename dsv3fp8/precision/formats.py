@@ -86,8 +86,8 @@ def encode_e5m6(values: Tensor) -> Tensor:
     small = absolute < _MIN_NORMAL_E5M6
     subnormal = torch.round(torch.where(small, absolute, 0.0) * _SUBNORMALS_PER_UNIT).to(torch.int32)
     code = torch.where(small, subnormal, normal.clamp(max=0x7C0))
-    code = torch.where(torch.isnan(values), E5M6_NAN, code)
-    return (code | (sign << 11)).to(torch.int16)
+    # NaN without its sign: devices differ in the sign of the NaN that arithmetic gives.
+    return torch.where(torch.isnan(values), E5M6_NAN, code | (sign << 11)).to(torch.int16)
 
 
 def decode_e5m6(codes: Tensor) -> Tensor:

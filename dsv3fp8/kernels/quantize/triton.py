@@ -129,7 +129,7 @@ def _launch(
 @triton.jit(
     do_not_specialize_on_alignment=["x_stride_c"],
     do_not_specialize=[
-        "part_rows", "row_parts", "col_parts", "x_stride_e", "x_scale_stride_e", "x_scale_stride_r", "x_scale_stride_c",
+        "part_rows", "row_parts", "col_parts", "x_scale_stride_e", "x_scale_stride_r", "x_scale_stride_c",
     ],
 )  # fmt: skip
 def _quantize_kernel(
@@ -241,8 +241,8 @@ def _encode_e5m6(values):
     steps = tl.where(magnitude < ((127 - 14) << 23), magnitude, 0).to(tl.float32, bitcast=True) * 1048576.0
     subnormal = (steps + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF
     code = tl.where(magnitude < ((127 - 14) << 23), subnormal, normal)
-    code = tl.where(magnitude > _INFINITY, 0x7E0, code)
-    return code | (((bits >> 31) & 1) << 11)
+    code = code | (((bits >> 31) & 1) << 11)
+    return tl.where(magnitude > _INFINITY, 0x7E0, code)
 
 
 @triton.jit

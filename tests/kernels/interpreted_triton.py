@@ -1,0 +1,174 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: run by test_triton_interpreted.py in a process of its own.
+
+Three of the interpreter's operations are not the GPU's. Its casts from fp32 truncate and wrap around, so they are replaced
+here by clip and ml_dtypes. Its fma rounds twice and its dot sums in fp32 in any order: GEMMs are given numbers whose sums
+are exact, which shows that every code meets its scale; what the tensor core adds is left to the GPU tests.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv3fp8.kernels.gemm import triton as gemm
+from dsv3fp8.kernels.quantize import reference
+from dsv3fp8.kernels.quantize import triton as kernels
+from dsv3fp8.precision.formats import E4M3, E5M2, E5M6, Format
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
+
+NUMPY = {
+    "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "fp16": np.float16,
+    "fp32": np.float32,
+}  # fmt: skip
+LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
+
+
+def convert(data: Any, source: Any, target: Any, _rounding: Any) -> Any:
+    """As sm_90 casts: to nearest even, float8 saturating, NaN as 0x7f."""
+    values = np.frombuffer(data.tobytes(), dtype=NUMPY[source.name]).reshape(data.shape).astype(np.float32)
+    limit = LARGEST.get(target.name)
+    with np.errstate(all="ignore"):
+        cast = (values if limit is None else np.clip(values, -limit, limit)).astype(NUMPY[target.name])
+    bits = cast.view(f"uint{target.primitive_bitwidth}")
+    return bits if limit is None else np.where(np.isnan(values), 0x7F, bits).astype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Right casts, and memory that is not zero by chance: NaN or 0xff wherever a kernel has yet to write."""
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def check(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(got.scale.view(torch.int32), want.scale.view(torch.int32))
+    for name in ("shape", "tile", "format", "scale_kind", "row_parts", "col_parts", "one_scale_per_group"):
+        assert getattr(got, name) == getattr(want, name)
+
+
+def draw(rows: int, cols: int, spread: float, seed: int) -> Tensor:
+    """Values of very unlike sizes, a row and a column of zeros, -0, NaN and infinities where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (torch.randn(rows, 1, generator=generator), torch.randn(cols, generator=generator))
+    x = torch.randn(rows, cols, generator=generator) * torch.exp(spread * sizes[0]) * torch.exp(spread * sizes[1])
+    x[0, 0] = -0.0
+    if rows > 3 and cols > 3:
+        x[1], x[:, 2] = 0, 0
+        x[rows // 2, cols // 3], x[rows - 1, cols - 1], x[rows // 3, 0] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+CASTS = [(E4M3, ROW_128), (E4M3, COLUMN_128), (E4M3, BLOCK_128), (E5M2, ROW_128), (E5M2, COLUMN_128), (E5M6, ROW_128)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 140), cols=st.integers(1, 140), cast=st.sampled_from(CASTS), kind=st.sampled_from(["fp32", "pow2"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]), spread=st.sampled_from([0.5, 9.0]),
+    seen=st.sampled_from(["plain", "transposed", "stepped", "repeated"]), parts=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_quantizes_as_the_reference_does(
+    rows: int, cols: int, cast: tuple[Format, Tile], kind: str, dtype: torch.dtype, spread: float, seen: str,
+    parts: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    fmt, tile = cast
+    rows, cols = rows * parts[0], cols * parts[1] * (parts[1] if fmt is E5M6 else 1)
+    x = draw(2 * rows, 2 * cols, spread, seed).to(dtype)
+    if seen == "transposed":
+        x = x[:cols, :rows].contiguous().mT
+    else:
+        x = {"plain": x[:rows, :cols].contiguous(), "stepped": x[::2, 1::2], "repeated": x[:1, :cols].expand(rows, cols)}[seen]
+    both = {"row_parts": parts[0], "col_parts": parts[1]}
+    got = kernels.quantize(x, fmt, tile, kind, **both)
+    check(got, reference.quantize(x, fmt, tile, kind, **both))
+    if tile == ROW_128:
+        for to in (COLUMN_128, BLOCK_128):
+            check(kernels.retile(got, to, fmt=E4M3), reference.retile(got, to, fmt=E4M3))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (127, 129), (200, 576), (3, 1408)])
+@pytest.mark.parametrize(("fmt", "tile"), CASTS[:3] + CASTS[5:], ids=str)
+def test_real_sizes_with_tail_tiles(rows: int, cols: int, fmt: Format, tile: Tile) -> None:
+    x = draw(rows, cols, 3.0, 0).bfloat16()
+    got = kernels.quantize(x, fmt, tile)
+    check(got, reference.quantize(x, fmt, tile))
+    if tile == ROW_128:
+        check(kernels.retile(got, COLUMN_128, "pow2", fmt=E4M3), reference.retile(got, COLUMN_128, "pow2", fmt=E4M3))
+
+
+def test_experts_of_a_stack_never_share_a_tile() -> None:
+    x = torch.randn(3, 70, 130)
+    check(kernels.quantize(x, E4M3, BLOCK_128, row_parts=2), reference.quantize(x, E4M3, BLOCK_128, row_parts=2))
+    check(kernels.quantize(x.mT, E4M3, COLUMN_128), reference.quantize(x.mT, E4M3, COLUMN_128))
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (2, 0, 256)])
+def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
+    check(kernels.quantize(torch.zeros(shape), E4M3, ROW_128), reference.quantize(torch.zeros(shape), E4M3, ROW_128))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E5M6], ids=lambda f: f.name)
+def test_every_bf16_pattern(fmt: Format) -> None:
+    """Once in a tile of scale 1, where it is cast as it is, if it is no larger than the format's maximum."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.float().abs() <= fmt.max]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.cat((torch.full((len(x), 1), fmt.max, dtype=x.dtype), x), 1)
+    got = kernels.quantize(x, fmt, ROW_128)
+    assert (got.scale == 1).all()
+    check(got, reference.quantize(x, fmt, ROW_128))
+
+
+# ---- GEMM
+
+ROW, TENSOR = Tile(1, None), Tile(None, None)
+
+
+def exact(
+    rows: int, k: int, tile: Tile, seed: int, fmt: Format = E4M3, row_parts: int = 1, col_parts: int = 1
+) -> QuantizedTensor:
+    """Codes from -2 to 2 and scales of 1, 2, 4 or 8: whatever the order, sums are exact. No two tiles need have one scale."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-2, 3, (rows, k), generator=generator).float().to(fmt.dtype)
+    like = reference.quantize(torch.zeros(rows, k), fmt, tile, row_parts=row_parts, col_parts=col_parts)
+    scale = 2.0 ** torch.randint(0, 4, like.scale.shape, generator=generator)
+    return QuantizedTensor(codes, scale, fmt, tile, (rows, k), "pow2", like.row_parts, like.col_parts)
+
+
+GEMMS = {
+    "fprop": (ROW_128, BLOCK_128, {}, {}, 128),
+    "wgrad": (ROW_128, ROW_128, {}, {}, 128),
+    "every 32": (ROW_128, BLOCK_128, {}, {}, 32),
+    "wgrad every 64": (ROW_128, ROW_128, {}, {}, 64),
+    "halves of N": (ROW_128, BLOCK_128, {}, {"row_parts": 2}, 128),
+    "halves of K": (ROW_128, BLOCK_128, {"col_parts": 2}, {"col_parts": 2}, 128),
+    "halves of M": (BLOCK_128, ROW_128, {"row_parts": 2}, {}, 128),
+    "rowwise, never": (ROW, ROW, {}, {}, "never"),
+    "rowwise every 64": (ROW, ROW, {}, {}, 64),
+    "tensorwise every 256": (TENSOR, TENSOR, {}, {}, 256),
+    "row by block": (ROW, BLOCK_128, {}, {}, 128),
+}
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 2, 1), (130, 200, 144)])
+@pytest.mark.parametrize("case", GEMMS)
+def test_every_code_meets_its_scale(case: str, m: int, n: int, k: int) -> None:
+    left, right, parts_a, parts_b, promote = GEMMS[case]
+    m, k = m * parts_a.get("row_parts", 1), k * parts_a.get("col_parts", 1)
+    a, b = exact(m, k, left, 1, **parts_a), exact(n, k, right, 2, E5M2 if m % 4 else E4M3, **parts_b)
+    want = a.decode().double() @ b.decode().double().mT
+    for dtype in (torch.float32, torch.bfloat16) if case == "fprop" else (torch.float32,):
+        assert torch.equal(gemm.matmul_nt(a, b, dtype, promote), want.to(dtype))
