@@ -54,7 +54,7 @@ def _length(rows: Sequence[Row], pyplot: Any) -> Any:
     for axes in (*errors, *bias):
         axes.grid(alpha=0.3)
     handles, labels = errors[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4 if len(labels) > 4 else 2, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(labels) > 4 else 2, fontsize=8)
     figure.suptitle("Error of a sum of K products against float64, and how much of it is bias")
     return figure
 
