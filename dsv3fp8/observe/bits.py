@@ -136,12 +136,12 @@ def one_step(config: RunConfig, device: torch.device) -> tuple[BitLedger, dict[s
     return observed, ends | {f"updated weight {name}": p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
-def compare(ours: BitLedger, theirs: BitLedger) -> dict[tuple[str, str, str], Equality]:
-    """Equality by node, column and tensor over all layers, in the order of the step."""
-    found: dict[tuple[str, str, str], Equality] = defaultdict(Equality)
+def compare(ours: BitLedger, theirs: BitLedger) -> dict[tuple[str, str, str], dict[str, Equality]]:
+    """Equality by node, column and tensor, and in it by layer, in the order of the step."""
+    found: dict[tuple[str, str, str], dict[str, Equality]] = defaultdict(lambda: defaultdict(Equality))
     for key, tensor in ours.tensors.items():
         other = theirs.tensors.get(key)
-        entry = found[key[1], key[2], key[3]]
+        entry = found[key[1], key[2], key[3]][key[0]]
         if other is None or other.shape != tensor.shape:  # an expert got another number of tokens
             entry.compared += tensor.numel()
         else:
@@ -162,16 +162,21 @@ def report(config: RunConfig, device: torch.device) -> Iterator[str]:
     yield ""
     yield f"The whole step, {device.type} against the CPU:"
     yield ""
-    yield "| node | column | tensor | elements | equal |"
-    yield "|---|---|---|--:|--:|"
-    for (node, column, name), entry in compare(ours, theirs).items():
-        yield f"| {node} | {column} | {name} | {entry.compared:,} | {entry} |"
+    found = compare(ours, theirs)
+    layers = list(dict.fromkeys(layer for entries in found.values() for layer in entries))
+    yield f"| node | column | tensor | {' | '.join(layer or 'outside of layers' for layer in layers)} |"
+    yield "|---|---|---|" + "--:|" * len(layers)
+    for (node, column, name), entries in found.items():
+        yield f"| {node} | {column} | {name} | {' | '.join(str(entries.get(layer, '')) for layer in layers)} |"
+    yield ""
+    yield "| at the end of the step | elements | equal |"
+    yield "|---|--:|--:|"
     for kind in ENDS:
         entry = Equality()
         for name, tensor in our_ends.items():
             if name.startswith(kind):
                 entry.add(tensor, their_ends[name])
-        yield f"| optimizer | | all {kind}s | {entry.compared:,} | {entry} |"
+        yield f"| all {kind}s | {entry.compared:,} | {entry} |"
 
 
 if __name__ == "__main__":
