@@ -16,7 +16,6 @@ from dsv3fp8.kernels.gemm.gluon import grouped, rows, wgrad  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = 227 * 1024  # bytes that a block of threads may have
-SPILLS = {"rows": 0, "wgrad": 40}  # bytes
 
 
 def descriptor(dtype: str, box: tuple[int, int], layout: Any) -> str:
@@ -45,10 +44,10 @@ KERNELS = {  # kernel, its options, types of its arguments where they are no int
             "dy": OPERAND,
             "x": descriptor("fp8e4nv", (wgrad.TILE_K, 128), grouped.CODES),
             "out": descriptor("fp32", (64, 32), grouped.FP32_OUT),
+            "dy_scale": f"tensordesc<fp32[128],{grouped.SCALES!r}>",
+            "x_scale": f"tensordesc<fp32[{wgrad.TILE_K}],{grouped.SCALES!r}>",
             "out_ptr": "*fp32",
             "starts": "*i32",
-            "dy_scale": "*fp32",
-            "x_scale": "*fp32",
         },
         "ADD",
     ),
@@ -72,7 +71,9 @@ def test_it_runs_on_tensor_cores_without_spills_in_the_memory_there_is(name: str
     assert built.metadata.shared <= SHARED_MEMORY
     ptx = built.asm["ptx"]
     wgmma = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx)
-    assert len(wgmma) == 2 * 2 * 4  # warp groups, halves of 64 rows, steps of 32 codes in a block of 128
+    assert len(wgmma) % (2 * 4) == 0  # in both warp groups, steps of 32 codes in a block of 128
+    assert len(wgmma) > 0
+    assert "wgmma.wait_group.sync.aligned 1" in ptx  # a block is in flight while another is promoted
     assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", ptx)  # TMA in
     assert re.search(r"cp\.async\.bulk\.tensor\.2d\.global\.shared::cta", ptx)  # and out
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)) >= 2
@@ -81,6 +82,5 @@ def test_it_runs_on_tensor_cores_without_spills_in_the_memory_there_is(name: str
     extra = KERNELS[name][1].get("ptx_options", "").split()
     command = [BINARIES / "ptxas", "-v", *extra, "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    ((stores, loads),) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert max(int(stores), int(loads)) <= SPILLS[name], said
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said, said
     assert "C75" not in said, said  # ptxas serializes wgmma, or ignores setmaxnreg

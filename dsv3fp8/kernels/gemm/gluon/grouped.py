@@ -23,6 +23,7 @@ from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTen
 CODES = gl.NVMMASharedLayout(128, 8, rank=2)
 BF16_OUT = gl.NVMMASharedLayout(128, 16, rank=2)
 FP32_OUT = gl.NVMMASharedLayout(128, 32, rank=2)
+SCALES = gl.NVMMASharedLayout(0, 32, rank=1)
 
 
 def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype: torch.dtype) -> str | None:
@@ -186,18 +187,16 @@ def _launch_wgrad(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale:
     wgrad.wgrad_kernel[(_programs(out.device, experts * n_blocks * k_tiles),)](
         _descriptor(dy, (128, 128), CODES),
         _descriptor(x, (wgrad.TILE_K, 128), CODES),
+        _descriptor(dy_scale.view(-1), (128,), SCALES),
+        _descriptor(x_scale.view(-1), (wgrad.TILE_K,), SCALES),
         _descriptor(out.view(experts * n, k), (64, 32), FP32_OUT),
         out,
         starts,
-        dy_scale,
-        x_scale,
         experts,
         n_blocks,
         k_tiles,
         n,
-        k // 16,
-        n,
-        k // 16,
+        k,
         ADD=add,
         **wgrad.OPTIONS,
     )

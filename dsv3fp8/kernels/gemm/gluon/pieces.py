@@ -1,14 +1,14 @@
 """What both Gluon GEMMs are made of. Runs inside kernels; see rows.py for how they work together.
 
-A consumer warp group multiplies 64 x 128 (x 128 along K) at a time: `block_sum` is one chain of the tensor core, unscaled,
-in 64 registers a thread, and `promote*` adds it to the fp32 accumulator, another 64.
+A consumer warp group multiplies 64 x 128 (x 128 along K) at a time: `start` begins one chain of the tensor core, unscaled, in
+64 registers a thread, and `promote*` adds it to the fp32 accumulator, another 64.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 
@@ -17,15 +17,21 @@ group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
-def block_sum(a, b, zeros):
-    """Codes a [64, 128] times b [128, 128]^T in shared memory -> fp32 [64, 128], one chain from zero."""
-    p = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=[p])
+def start(a_ring, b_ring, full, step, there, zeros, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """Begins 64 rows of a times all of b, of the stage of `step`, once it is full. fp32 [64, 128], one chain from zero.
+
+    Where `there` is false it multiplies whatever the stage holds, without waiting: a branch around wgmma that are in flight
+    would serialize them. The caller drops the result.
+    """
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1, pred=there)
+    a = a_ring.index(stage).slice(64 * GROUP, 64)
+    return warpgroup_mma(a, b_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def promote(p, scale, acc):
-    """fma(p, scale, acc). Inline and not pure, or LLVM moves it past the next wgmma, which then needs registers of its own."""
+    """fma(p, scale, acc). Inline and not pure, or LLVM moves it past the next wgmma, which needs p's registers."""
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [p, scale, acc], dtype=gl.float32, is_pure=False, pack=1
     )

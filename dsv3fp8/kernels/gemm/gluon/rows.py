@@ -1,25 +1,25 @@
 """fprop and dgrad kernel: rows in expert order times their expert's weights, 1x128 . 128x128 scales, bf16 out.
 
-Persistent programs of nine warps: one loads operands by TMA into a ring of stages, two warp groups multiply. Each takes 128
-of the 256 columns, as two halves of 64 rows one after the other, so that the tensor core works on one warp group's block
-while the other promotes its own. A tile has 128 rows and never holds two experts. Per element, in order of K:
-acc = fma(p, fp32(s_a * s_b), acc), p one chain of 128 products; then one rounding to bf16. No split along K, no atomics.
+Persistent programs of nine warps: one loads operands by TMA into a ring of stages, two warp groups multiply 64 rows each of
+tiles of 128 x 128. A tile never holds two experts. Each warp group has the next block of K in flight while it promotes the
+last one, and the first two blocks of the next tile while it stores a tile, so that the tensor core always has work.
+Per element, in order of K: acc = fma(p, fp32(s_a * s_b), acc), p one chain of 128 products; then one rounding to bf16. No split
+along K, no atomics.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, block_sum, halves, promote, put
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, halves, promote, put, start
 
-TILE_N = 256
-STAGES = 4
+TILE_N = 128
+STAGES = 6
 BAND = 16
-# 168 registers for each of 288 threads, moved to the consumers (240) from the loader (24). At -O3 ptxas starts the next wgmma
-# so early that p's registers are needed twice, and spills.
-OPTIONS = {"num_warps": 4, "maxnreg": 168, "ptx_options": "-O1"}
+# 168 registers for each of 384 threads (warp groups are whole), moved to the consumers (240) from the loader (24).
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 _TILE_N = gl.constexpr(TILE_N)
 _STAGES = gl.constexpr(STAGES)
@@ -27,16 +27,23 @@ _BAND = gl.constexpr(BAND)
 
 
 @gluon.jit
+def _locate(tile, groups, row_blocks, col_blocks, k_blocks, GROUPED: gl.constexpr):
+    """Row block, column block, expert and blocks of K of a tile: none of K for a tile of no expert, or beyond the last."""
+    tiles = row_blocks * col_blocks
+    row_block, col_block = block_of(gl.minimum(tile, tiles - 1), row_blocks, col_blocks, _BAND)
+    expert = 0
+    if GROUPED:
+        expert = gl.load(groups + row_block).to(gl.int32)
+    steps = gl.where((expert < 0) | (tile >= tiles), 0, k_blocks)
+    return row_block, col_block, gl.maximum(expert, 0), steps
+
+
+@gluon.jit
 def _load(a, b, a_ring, b_ring, full, empty, groups, row_blocks, col_blocks, k_blocks, n, GROUPED: gl.constexpr):
     step = 0
     for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        row_block, col_block = block_of(tile, row_blocks, col_blocks, _BAND)
-        steps = k_blocks
-        b_row = col_block * _TILE_N
-        if GROUPED:
-            expert = gl.load(groups + row_block).to(gl.int32)
-            steps = gl.where(expert < 0, 0, k_blocks)
-            b_row += expert * n
+        row_block, col_block, expert, steps = _locate(tile, groups, row_blocks, col_blocks, k_blocks, GROUPED)
+        b_row = expert * n + col_block * _TILE_N
         for k_block in range(steps):
             stage = step % _STAGES
             mbarrier.wait(empty.index(stage), ((step // _STAGES) & 1) ^ 1)
@@ -50,7 +57,14 @@ def _load(a, b, a_ring, b_ring, full, empty, groups, row_blocks, col_blocks, k_b
 
 
 @gluon.jit
-def _store_half(acc, out, buffers, GROUP: gl.constexpr, row, col):
+def _scales(a_scale, b_scale, rows, b_at, k_block, m, a_stride, a_stride_k):
+    """Both scales of a block of K. Masked, not clamped: a clamped index would break up the loads."""
+    s_a = gl.load(a_scale + (rows * a_stride + k_block * a_stride_k), mask=rows < m, other=0.0)
+    return s_a, gl.load(b_scale + (b_at + k_block))
+
+
+@gluon.jit
+def _store(acc, out, buffers, GROUP: gl.constexpr, row, col):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     left, right = halves(acc.to(gl.bfloat16), layout)
     put(left, out, buffers.index(2 * GROUP), row, col)
@@ -62,44 +76,71 @@ def _multiply(
     GROUP: gl.constexpr, out, buffers, a_ring, b_ring, full, empty, groups, a_scale, b_scale, m, row_blocks, col_blocks,
     k_blocks, b_grid_rows, a_stride, a_stride_k, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    step = 0
     zeros = gl.full([64, 128], 0.0, gl.float32, MMA)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
-        row_block, col_block = block_of(tile, row_blocks, col_blocks, _BAND)
-        steps = k_blocks
-        b_block = col_block * (_TILE_N // 128) + GROUP
-        b_at = gl.minimum(b_block, b_grid_rows - 1) * k_blocks
-        if GROUPED:
-            expert = gl.load(groups + row_block).to(gl.int32)
-            steps = gl.where(expert < 0, 0, k_blocks)  # inert blocks get zeros
-            b_at += expert * b_grid_rows * k_blocks
-        row = row_block * 128
-        # Masks, not clamped indices: those would break the vectors of the loads.
-        upper_at = (row + rows) * a_stride
-        lower_at = upper_at + 64 * a_stride
-        upper_inside = row + rows < m
-        lower_inside = row + 64 + rows < m
-        upper = zeros
-        lower = zeros
-        for k_block in range(steps):
-            stage = step % _STAGES
-            phase = (step // _STAGES) & 1
-            step += 1
-            # Read before the wgmma: what is read after it arrives late, and may be overtaken by the release of the stage.
-            s_upper = gl.load(a_scale + (upper_at + k_block * a_stride_k), mask=upper_inside, other=0.0)
-            s_lower = gl.load(a_scale + (lower_at + k_block * a_stride_k), mask=lower_inside, other=0.0)
-            s_b = gl.load(b_scale + (b_at + k_block))
-            mbarrier.wait(full.index(stage), phase)
-            a = a_ring.index(stage)
-            b = b_ring.index(stage).slice(128 * GROUP, 128)
-            p = block_sum(a.slice(0, 64), b, zeros)
-            upper = promote(p, gl.expand_dims(s_upper * s_b, 1), upper)
-            p = block_sum(a.slice(64, 64), b, zeros)
-            mbarrier.arrive(empty.index(stage))
-            lower = promote(p, gl.expand_dims(s_lower * s_b, 1), lower)
-        _store_half(upper, out, buffers, GROUP, row, b_block * 128)
-        _store_half(lower, out, buffers, GROUP, row + 64, b_block * 128)
+    rows = 64 * GROUP + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    acc = zeros
+    step = 0
+    row_block = 0
+    col_block = 0
+    b_at = 0
+    steps = 0
+    following = gl.program_id(0)
+    own_tiles = gl.cdiv(row_blocks * col_blocks - gl.program_id(0), gl.num_programs(0))
+    # Each turn finishes and stores a tile and begins the next; the first has nothing to finish. p and q take turns as the
+    # block in flight. None is in flight from one turn to the next: ptxas would serialize all.
+    for turn in range(own_tiles + 1):
+        if steps > 2:
+            tile_rows = row_block * 128 + rows
+            s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2, m, a_stride, a_stride_k)
+            scale = s_a * s_b
+            p = start(a_ring, b_ring, full, step, True, zeros, GROUP, _STAGES)
+            for pair in range((steps - 3) // 2):
+                for i in gl.static_range(2):
+                    s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2 * pair + i + 3, m, a_stride, a_stride_k)
+                    q = start(a_ring, b_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                    p = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+                    mbarrier.arrive(empty.index(step % _STAGES))
+                    acc = promote(p, gl.expand_dims(scale, 1), acc)
+                    scale = s_a * s_b
+                    p = q
+                    step += 1
+            if steps % 2 == 0:
+                s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, steps - 1, m, a_stride, a_stride_k)
+                q = start(a_ring, b_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                last_but_one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+                mbarrier.arrive(empty.index(step % _STAGES))
+                acc = promote(last_but_one, gl.expand_dims(scale, 1), acc)
+                last = warpgroup_mma_wait(num_outstanding=0, deps=[q])
+                mbarrier.arrive(empty.index((step + 1) % _STAGES))
+                acc = promote(last, gl.expand_dims(s_a * s_b, 1), acc)
+                step += 2
+            else:
+                only = warpgroup_mma_wait(num_outstanding=0, deps=[p])
+                mbarrier.arrive(empty.index(step % _STAGES))
+                acc = promote(only, gl.expand_dims(scale, 1), acc)
+                step += 1
+        row = row_block * 128 + 64 * GROUP
+        col = col_block * _TILE_N
+        row_block, col_block, expert, steps = _locate(following, groups, row_blocks, col_blocks, k_blocks, GROUPED)
+        following += gl.num_programs(0)
+        b_at = (expert * b_grid_rows + col_block) * k_blocks
+        tile_rows = row_block * 128 + rows
+        s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 0, m, a_stride, a_stride_k)
+        p = start(a_ring, b_ring, full, step, steps > 0, zeros, GROUP, _STAGES)
+        q = start(a_ring, b_ring, full, step + 1, steps > 1, zeros, GROUP, _STAGES)
+        if turn > 0:
+            _store(acc, out, buffers, GROUP, row, col)
+        t_a, t_b = _scales(a_scale, b_scale, tile_rows, b_at, gl.minimum(k_blocks - 1, 1), m, a_stride, a_stride_k)
+        first = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+        mbarrier.arrive(empty.index(step % _STAGES), pred=steps > 0)
+        acc = promote(first, gl.expand_dims(s_a * s_b, 1), zeros)
+        second = warpgroup_mma_wait(num_outstanding=0, deps=[q])
+        mbarrier.arrive(empty.index((step + 1) % _STAGES), pred=steps > 1)
+        if steps > 1:
+            acc = promote(second, gl.expand_dims(t_a * t_b, 1), acc)
+        if steps == 0:
+            acc = zeros  # a tile of no expert
+        step += gl.minimum(steps, 2)
     tma.store_wait(0)
 
 
@@ -108,7 +149,7 @@ def rows_kernel(
     a, b, out, groups, a_scale, b_scale, m, row_blocks, col_blocks, k_blocks, n, b_grid_rows, a_stride, a_stride_k,
     GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """a: TMA descriptor of codes [m, K], box 128 x 128; b: of [E * n, K], box 256 x 128; out: of bf16 [m, n], box 64 x 64.
+    """a: TMA descriptor of codes [m, K], b of [E * n, K], boxes of 128 x 128; out: of bf16 [m, n], boxes of 64 x 64.
 
     groups: expert of each block of 128 rows, -1 for blocks of no expert. a_scale: fp32, strides a_stride (row) and a_stride_k
     (block of K). b_scale: fp32 [E, b_grid_rows, k_blocks], contiguous. Not GROUPED: one weight, groups is not read.

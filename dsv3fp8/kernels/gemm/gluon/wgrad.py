@@ -1,132 +1,185 @@
 """wgrad kernel: per expert dy^T x over its tokens, 1x128 . 1x128 scales along them, fp32 out, written or added to.
 
-The roles and the ring are those of rows.py, with tokens in the place of K. Per element, in order of tokens:
-acc = fma(fp32(p * s_dy), s_x, acc), p one chain of 128 products. No split along the tokens, no atomics.
+The roles, the ring and the order of work are those of rows.py, with tokens in the place of K; scales come through the ring
+too. Per element, in order of tokens: acc = fma(fp32(p * s_dy), s_x, acc), p one chain of 128 products. No split along the
+tokens, no atomics.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, block_sum, halves, promote_columns, put
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, halves, promote_columns, put, start
 
-TILE_K = 256
-STAGES = 4
+TILE_K = 128
+STAGES = 5
 BAND = 16
 OPTIONS = {"num_warps": 4, "maxnreg": 168}  # see rows.py
 
 _TILE_K = gl.constexpr(TILE_K)
 _STAGES = gl.constexpr(STAGES)
 _BAND = gl.constexpr(BAND)
+_MMA_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+_MMA_32 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 
 
 @gluon.jit
-def _locate(tile, starts, n_blocks, k_tiles):
-    """Expert, row block and column tile of its [N, K], first token block and number of token blocks."""
+def _locate(tile, starts, experts, n_blocks, k_tiles):
+    """Expert, row block and column tile of its [N, K], first token block, and token blocks: none beyond the last tile."""
     per_expert = n_blocks * k_tiles
+    tiles = experts * per_expert
+    beyond = tile >= tiles
+    tile = gl.minimum(tile, tiles - 1)
     expert = tile // per_expert
     n_block, k_tile = block_of(tile % per_expert, n_blocks, k_tiles, _BAND)
     first = gl.load(starts + expert)
-    return expert, n_block, k_tile, first, gl.load(starts + expert + 1) - first
+    return expert, n_block, k_tile, first, gl.where(beyond, 0, gl.load(starts + expert + 1) - first)
 
 
 @gluon.jit
-def _load(dy, x, dy_ring, x_ring, full, empty, starts, experts, n_blocks, k_tiles):
+def _load(
+    dy, x, dy_scale, x_scale, dy_ring, x_ring, dy_scales, x_scales, full, empty, starts, experts, n_blocks, k_tiles, n, k
+):
     step = 0
     for tile in range(gl.program_id(0), experts * n_blocks * k_tiles, gl.num_programs(0)):
-        _, n_block, k_tile, first, steps = _locate(tile, starts, n_blocks, k_tiles)
+        _, n_block, k_tile, first, steps = _locate(tile, starts, experts, n_blocks, k_tiles)
+        row = n_block * 128
+        col = k_tile * _TILE_K
         for block in range(first, first + steps):
             stage = step % _STAGES
             mbarrier.wait(empty.index(stage), ((step // _STAGES) & 1) ^ 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, (128 + _TILE_K) * 128)
-            tma.async_copy_global_to_shared(dy, [n_block * 128, block * 128], ready, dy_ring.index(stage))
-            tma.async_copy_global_to_shared(x, [k_tile * _TILE_K, block * 128], ready, x_ring.index(stage))
+            mbarrier.expect(ready, (128 + _TILE_K) * (128 + 4))  # codes, and fp32 scales
+            tma.async_copy_global_to_shared(dy, [row, block * 128], ready, dy_ring.index(stage))
+            tma.async_copy_global_to_shared(x, [col, block * 128], ready, x_ring.index(stage))
+            # The last tile's boxes run into the scales of the next block: of rows and columns that are not stored.
+            tma.async_copy_global_to_shared(dy_scale, [block * n + row], ready, dy_scales.index(stage))
+            tma.async_copy_global_to_shared(x_scale, [block * k + col], ready, x_scales.index(stage))
             step += 1
+
+
+@gluon.jit
+def _add(p, dy_scales, x_scales, step, GROUP: gl.constexpr, left, right):
+    """p times the scales of its stage, added. Before the stage is given back: read later, scales were seen to be the next's."""
+    stage = step % _STAGES
+    p_left, p_right = halves(p, _MMA_64)
+    s_rows = gl.expand_dims(dy_scales.index(stage).slice(64 * GROUP, 64).load(gl.SliceLayout(1, _MMA_64)), 1)
+    # By halves, so that the scales of 128 columns are not in registers at once.
+    s_left = gl.expand_dims(x_scales.index(stage).slice(0, 64).load(gl.SliceLayout(0, _MMA_64)), 0)
+    left = promote_columns(p_left, s_rows, s_left, left)
+    s_right = gl.expand_dims(x_scales.index(stage).slice(64, 64).load(gl.SliceLayout(0, _MMA_64)), 0)
+    return left, promote_columns(p_right, s_rows, s_right, right)
 
 
 @gluon.jit
 def _store_half(acc, out, out_ptr, buffers, GROUP: gl.constexpr, expert, row, col, n, k, ADD: gl.constexpr):
-    """64 rows at [row, col] of the expert's matrix, in four parts of 32 columns. n is a multiple of 64."""
-    l64: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    l32: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
-    left, right = halves(acc, l64)
-    q0, q1 = halves(left, l32)
-    q2, q3 = halves(right, l32)
-    parts = (q0, q1, q2, q3)
-    for i in gl.static_range(4):
+    """64 x 64 at [row, col] of the expert's matrix, in two parts. n is a multiple of 64."""
+    parts = halves(acc, _MMA_32)
+    for i in gl.static_range(2):
         part = parts[i]
         if ADD:
-            rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, l32)), 1)
-            cols = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, l32)), 0)
+            rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, _MMA_32)), 1)
+            cols = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, _MMA_32)), 0)
             corner = out_ptr + (expert * n + row).to(gl.int64) * k + (col + 32 * i)
             inside = (row + rows < n) & (col + 32 * i + cols < k)
             part += gl.load(corner + rows * k + cols, mask=inside, other=0.0)
-        put(part, out, buffers.index(2 * GROUP + i % 2), expert * n + row, col + 32 * i)
+        put(part, out, buffers.index(2 * GROUP + i), expert * n + row, col + 32 * i)
+
+
+@gluon.jit
+def _store(write, left, right, out, out_ptr, buffers, GROUP: gl.constexpr, expert, row, col, n, k, ADD: gl.constexpr):
+    if write:
+        _store_half(left, out, out_ptr, buffers, GROUP, expert, row, col, n, k, ADD)
+        _store_half(right, out, out_ptr, buffers, GROUP, expert, row, col + 64, n, k, ADD)
 
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, out, out_ptr, buffers, dy_ring, x_ring, full, empty, starts, dy_scale, x_scale, experts, n_blocks,
-    k_tiles, n, k16, dy_stride, x_stride16, ADD: gl.constexpr,
+    GROUP: gl.constexpr, out, out_ptr, buffers, dy_ring, x_ring, dy_scales, x_scales, full, empty, starts, experts, n_blocks,
+    k_tiles, n, k, ADD: gl.constexpr,
 ):  # fmt: skip
-    step = 0
-    # Multiplied here, so that the compiler knows that columns start at multiples of 16 and vectorises their scales.
-    k = k16 * 16
-    x_stride = x_stride16 * 16
     zeros = gl.full([64, 128], 0.0, gl.float32, MMA)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    cols = gl.arange(0, 128, gl.SliceLayout(0, MMA))
-    for tile in range(gl.program_id(0), experts * n_blocks * k_tiles, gl.num_programs(0)):
-        expert, n_block, k_tile, first, steps = _locate(tile, starts, n_blocks, k_tiles)
-        row = n_block * 128
-        col = k_tile * _TILE_K + 128 * GROUP
-        upper_at = gl.minimum(row + rows, n - 1)
-        lower_at = gl.minimum(row + 64 + rows, n - 1)
-        inside = col + cols < k
-        upper = zeros
-        lower = zeros
-        for block in range(first, first + steps):
-            stage = step % _STAGES
-            phase = (step // _STAGES) & 1
-            step += 1
-            # Read before the wgmma, as in rows.py: column scales read after it were seen to give wrong elements.
-            s_upper = gl.load(dy_scale + (upper_at + block * dy_stride))
-            s_lower = gl.load(dy_scale + (lower_at + block * dy_stride))
-            s_cols = gl.expand_dims(gl.load(x_scale + (block * x_stride + col) + cols, mask=inside, other=0.0), 0)
-            mbarrier.wait(full.index(stage), phase)
-            dy = dy_ring.index(stage)
-            x = x_ring.index(stage).slice(128 * GROUP, 128)
-            p = block_sum(dy.slice(0, 64), x, zeros)
-            upper = promote_columns(p, gl.expand_dims(s_upper, 1), s_cols, upper)
-            p = block_sum(dy.slice(64, 64), x, zeros)
-            mbarrier.arrive(empty.index(stage))
-            lower = promote_columns(p, gl.expand_dims(s_lower, 1), s_cols, lower)
-        write = True
+    left = gl.full([64, 64], 0.0, gl.float32, _MMA_64)
+    right = gl.full([64, 64], 0.0, gl.float32, _MMA_64)
+    nothing = left
+    step = 0
+    expert = 0
+    row = 0
+    col = 0
+    steps = 0
+    following = gl.program_id(0)
+    own_tiles = gl.cdiv(experts * n_blocks * k_tiles - gl.program_id(0), gl.num_programs(0))
+    for turn in range(own_tiles + 1):  # as in rows.py
+        if steps > 2:
+            p = start(dy_ring, x_ring, full, step, True, zeros, GROUP, _STAGES)
+            for _ in range((steps - 3) // 2):
+                for _ in gl.static_range(2):
+                    q = start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                    p = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+                    left, right = _add(p, dy_scales, x_scales, step, GROUP, left, right)
+                    mbarrier.arrive(empty.index(step % _STAGES))
+                    p = q
+                    step += 1
+            if steps % 2 == 0:
+                q = start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                last_but_one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+                left, right = _add(last_but_one, dy_scales, x_scales, step, GROUP, left, right)
+                mbarrier.arrive(empty.index(step % _STAGES))
+                last = warpgroup_mma_wait(num_outstanding=0, deps=[q])
+                left, right = _add(last, dy_scales, x_scales, step + 1, GROUP, left, right)
+                mbarrier.arrive(empty.index((step + 1) % _STAGES))
+                step += 2
+            else:
+                only = warpgroup_mma_wait(num_outstanding=0, deps=[p])
+                left, right = _add(only, dy_scales, x_scales, step, GROUP, left, right)
+                mbarrier.arrive(empty.index(step % _STAGES))
+                step += 1
+        done_expert = expert
+        done_row = row + 64 * GROUP
+        done_col = col
+        write = (turn > 0) & (done_row < n)  # the rows beyond are the next expert's
         if ADD:
-            write = steps > 0  # an expert without tokens adds nothing
-        if write:
-            _store_half(upper, out, out_ptr, buffers, GROUP, expert, row, col, n, k, ADD)
-            if row + 64 < n:  # the rows beyond are the next expert's
-                _store_half(lower, out, out_ptr, buffers, GROUP, expert, row + 64, col, n, k, ADD)
+            write = write & (steps > 0)  # an expert without tokens adds nothing
+        expert, n_block, k_tile, _, steps = _locate(following, starts, experts, n_blocks, k_tiles)
+        following += gl.num_programs(0)
+        row = n_block * 128
+        col = k_tile * _TILE_K
+        if ADD:  # first, for the registers that old values take
+            _store(write, left, right, out, out_ptr, buffers, GROUP, done_expert, done_row, done_col, n, k, ADD)
+        p = start(dy_ring, x_ring, full, step, steps > 0, zeros, GROUP, _STAGES)
+        q = start(dy_ring, x_ring, full, step + 1, steps > 1, zeros, GROUP, _STAGES)
+        if not ADD:
+            _store(write, left, right, out, out_ptr, buffers, GROUP, done_expert, done_row, done_col, n, k, ADD)
+        one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+        left, right = _add(one, dy_scales, x_scales, step, GROUP, nothing, nothing)
+        mbarrier.arrive(empty.index(step % _STAGES), pred=steps > 0)
+        two = warpgroup_mma_wait(num_outstanding=0, deps=[q])
+        if steps > 1:
+            left, right = _add(two, dy_scales, x_scales, step + 1, GROUP, left, right)
+        mbarrier.arrive(empty.index((step + 1) % _STAGES), pred=steps > 1)
+        if steps == 0:
+            left = nothing
+            right = nothing
+        step += gl.minimum(steps, 2)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["experts", "n_blocks", "k_tiles", "n", "k16", "dy_stride", "x_stride16"])
+@gluon.jit(do_not_specialize=["experts", "n_blocks", "k_tiles", "n", "k"])
 def wgrad_kernel(
-    dy, x, out, out_ptr, starts, dy_scale, x_scale, experts, n_blocks, k_tiles, n, k16, dy_stride, x_stride16,
-    ADD: gl.constexpr,
+    dy, x, dy_scale, x_scale, out, out_ptr, starts, experts, n_blocks, k_tiles, n, k, ADD: gl.constexpr,
 ):  # fmt: skip
-    """dy: TMA descriptor of codes [N, tokens], box 128 x 128; x: of [K, tokens], box 256 x 128.
+    """dy: TMA descriptor of codes [N, tokens], x of [K, tokens], boxes of 128 x 128.
 
-    out: descriptor of fp32 [E * N, K], box 64 x 32. out_ptr: the same memory, read where ADD.
+    dy_scale, x_scale: descriptors of fp32 [token blocks, N] and [token blocks, K], flattened, boxes of 128.
+    out: descriptor of fp32 [E * N, K], boxes of 64 x 32; out_ptr: the same memory, read where ADD.
     starts: int32 [E + 1], the first block of 128 tokens of each expert, and the end.
-    dy_scale [token blocks, N], x_scale [token blocks, K]: fp32, last dimension contiguous. k16, x_stride16: in units of 16.
     """
     dy_ring = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], dy.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _TILE_K, 128], x.layout)
+    dy_scales = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], dy_scale.layout)
+    x_scales = gl.allocate_shared_memory(gl.float32, [_STAGES, _TILE_K], x_scale.layout)
     buffers = gl.allocate_shared_memory(gl.float32, [4, 64, 32], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -136,11 +189,12 @@ def wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, out, out_ptr, buffers, dy_ring, x_ring, full, empty, starts, dy_scale, x_scale, experts, n_blocks,
-                         k_tiles, n, k16, dy_stride, x_stride16, ADD)),
-            (_multiply, (1, out, out_ptr, buffers, dy_ring, x_ring, full, empty, starts, dy_scale, x_scale, experts, n_blocks,
-                         k_tiles, n, k16, dy_stride, x_stride16, ADD)),
-            (_load, (dy, x, dy_ring, x_ring, full, empty, starts, experts, n_blocks, k_tiles)),
+            (_multiply, (0, out, out_ptr, buffers, dy_ring, x_ring, dy_scales, x_scales, full, empty, starts, experts, n_blocks,
+                         k_tiles, n, k, ADD)),
+            (_multiply, (1, out, out_ptr, buffers, dy_ring, x_ring, dy_scales, x_scales, full, empty, starts, experts, n_blocks,
+                         k_tiles, n, k, ADD)),
+            (_load, (dy, x, dy_scale, x_scale, dy_ring, x_ring, dy_scales, x_scales, full, empty, starts, experts, n_blocks,
+                     k_tiles, n, k)),
         ],
         [4, 1],
         [240, 24],
