@@ -96,6 +96,64 @@ def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) ->
     return _emulated(a.codes.device, why, spec) if spec.accumulator == "hopper" else Choice("reference", why)
 
 
+def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype: torch.dtype) -> Choice:
+    """The backend of the experts' GEMMs: one launch for all of them, or `choose_gemm`'s for one after the other ("loop").
+
+    fprop, dgrad: a [rows, K] and the weights [E, N, K]; wgrad: dy [rows, N] and x [rows, K].
+    """
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return Choice("loop", "a GEMM per expert: not quantized")
+    against = hopper_reason(a.codes.device)
+    if against is None and spec.accumulator == "fp32":
+        against = "accumulator: fp32 was asked for"
+    if against is None and spec.promote_every != 128:
+        against = f"the grouped GEMM promotes every 128, not {spec.promote_every}"
+    if against is None:
+        against = triton_reason()
+    if against is None:
+        from dsv3fp8.kernels.gemm.gluon import grouped
+
+        wgrad = gemm == "wgrad"
+        against = grouped.reason_against_wgrad(a, b) if wgrad else grouped.reason_against_rows(a, b, out_dtype)
+    if against is None:
+        return Choice("gluon", "one launch for all experts, block-scaled FP8 on Hopper tensor cores, promoted every 128", True)
+    return Choice("loop", f"a GEMM per expert: {against}")
+
+
+def grouped_rows(
+    a: Operand, weights: Operand, groups: Tensor, out_dtype: torch.dtype, spec: GemmSpec, gemm: str
+) -> Tensor | None:
+    """a [rows, K] times the weights [E, N, K]^T of each row's expert -> [rows, N] in one launch; None where it takes a loop.
+
+    groups: int64 [rows / 128], the expert of each block of 128 rows.
+    """
+    if choose_grouped(a, weights, spec, gemm, out_dtype).backend != "gluon":
+        return None
+    from dsv3fp8.kernels.gemm.gluon import grouped
+
+    assert isinstance(a, QuantizedTensor)
+    assert isinstance(weights, QuantizedTensor)
+    if (log := ledger.active()) is not None:
+        log.note_kernel(spec.op, gemm, "gluon", a, weights)
+    return grouped.grouped_rows(a, weights, groups, out_dtype)
+
+
+def grouped_wgrad(dy: Operand, x: Operand, blocks: Tensor, out_dtype: torch.dtype, spec: GemmSpec) -> Tensor | None:
+    """Per expert dy [rows, N]^T times x [rows, K] -> [E, N, K] in one launch; None where it takes a loop.
+
+    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last.
+    """
+    if choose_grouped(dy, x, spec, "wgrad", out_dtype).backend != "gluon":
+        return None
+    from dsv3fp8.kernels.gemm.gluon import grouped
+
+    assert isinstance(dy, QuantizedTensor)
+    assert isinstance(x, QuantizedTensor)
+    if (log := ledger.active()) is not None:
+        log.note_kernel(spec.op, "wgrad", "gluon", dy, x)
+    return grouped.grouped_wgrad(dy, x, blocks)
+
+
 def _promoted(spec: GemmSpec) -> str:
     return "never promoted" if spec.promote_every == "never" else f"promoted every {spec.promote_every}"
 
@@ -237,12 +295,26 @@ def explain(
     for op in LINEAR_OPS:
         spec = recipe.gemm(op)
         for gemm, (left, right) in _sample_gemms(spec, device, (halves or {}).get(op)).items():
-            rows.append((f"{op}.{gemm}", choose_gemm(left, right, spec)))
+            choice = choose_gemm(left, right, spec)
+            if op.startswith("expert_"):
+                choice = _in_groups(choice, left, right, spec, gemm)
+            rows.append((f"{op}.{gemm}", choice))
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
     rows += _casts(recipe, device)
     rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
     return rows
+
+
+def _in_groups(alone: Choice, left: Operand, right: Operand, spec: GemmSpec, gemm: str) -> Choice:
+    """The choice for experts, whose GEMMs one launch may take together; alone: the choice for one of them."""
+    if gemm == "wgrad":
+        left, right = (x.transposed() if isinstance(x, QuantizedTensor) else x for x in (left, right))
+    out_dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
+    together = choose_grouped(left, right, spec, gemm, out_dtype)
+    if together.backend != "loop":
+        return together
+    return Choice(alone.backend, f"{together.reason}; each: {alone.reason}", alone.exact)
 
 
 def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:

@@ -25,6 +25,7 @@ class Plan:
     token: int64 [rows], the token in each row; live: bool [rows], False for inert rows.
     slot: int64 [T, K], the row of each choice; sent: bool [T, K], False for choices that go nowhere (padding tokens).
     groups: int64 [rows / 128], the expert of each block of 128 rows.
+    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last.
     """
 
     counts: list[int]
@@ -36,6 +37,7 @@ class Plan:
     slot: Tensor
     sent: Tensor
     groups: Tensor
+    blocks: Tensor
 
 
 def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
@@ -65,7 +67,8 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
     slot[order] = row
     # With its length given it need not ask the device for it.
     groups = torch.repeat_interleave(torch.arange(experts, device=device), padded // ROWS, output_size=rows // ROWS)
-    return Plan(counts, starts, rows, token, choice, live, slot.view(tokens, top_k), sent, groups)
+    blocks = torch.cat((ends.new_zeros(1), ends // ROWS)).to(torch.int32)
+    return Plan(counts, starts, rows, token, choice, live, slot.view(tokens, top_k), sent, groups, blocks)
 
 
 def dispatch(x: Operand, plan: Plan) -> Operand:

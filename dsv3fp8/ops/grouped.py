@@ -1,4 +1,7 @@
-"""The grouped linear box: one GEMM per expert over rows in expert order. Empty experts cost nothing and get exact zeros."""
+"""The grouped linear box: the experts' GEMMs over rows in expert order, in one launch where the backend has such a kernel.
+
+Empty experts cost nothing and get exact zeros.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.backend import matmul_nt
 from dsv3fp8.ops.exchange import ROWS, Plan
 from dsv3fp8.ops.linear import transposed
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 
 def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """fprop and dgrad: a [rows, K] times each expert's weights [E, N, K]^T -> [rows, N]; inert rows are zero."""
+    together = backend.grouped_rows(a, weights, plan.groups, out_dtype, spec, gemm)
+    if together is not None:
+        if (log := ledger.active()) is not None:
+            for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+                log.look_at_gemm(spec, gemm, (_rows(a, start, count), weights[expert]), together[start : start + count])
+        return together
     device = a.codes.device if isinstance(a, QuantizedTensor) else a.device
     parts = []
     for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
@@ -29,6 +40,13 @@ def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtyp
 
 def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, like: Tensor, spec: GemmSpec) -> Tensor:
     """wgrad: per expert dy [rows, N]^T @ x [rows, K] -> [E, N, K] in the master's dtype; zeros for empty experts."""
+    together = backend.grouped_wgrad(dy, x, plan.blocks, like.dtype, spec)
+    if together is not None:
+        if (log := ledger.active()) is not None:
+            for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+                pair = (transposed(_whole_tiles(dy, start, count)), transposed(_whole_tiles(x, start, count)))
+                log.look_at_gemm(spec, "wgrad", pair, together[expert])
+        return together
     parts = []
     for start, count in zip(plan.starts, plan.counts, strict=True):
         if count:

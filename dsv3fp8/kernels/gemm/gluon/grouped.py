@@ -42,7 +42,7 @@ def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype:
     return None
 
 
-def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int) -> str | None:
+def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int = 2) -> str | None:
     """Why `grouped_wgrad` cannot compute this, or None when it can. Looks at formats, tiles and sizes only."""
     n, k = dy.shape[-1], x.shape[-1]
     if (against := _formats(dy, x, COLUMN_128, COLUMN_128)) is not None:
