@@ -221,3 +221,32 @@ def test_casts_that_stay_with_torch_say_why() -> None:
     source = reference.quantize(torch.zeros(8, 400), E4M3, COLUMN_128)
     with pytest.raises(ValueError, match="re-tiles from 128x1"):
         kernels.retile(source, ROW_128)
+
+
+@pytest.mark.gpu
+def test_both_orientations_of_powers_of_two_are_transposes_of_one_another() -> None:
+    """Q10: a transposed store of fp8 was seen to corrupt the copy; exact powers of two show every misplaced byte."""
+    exponent = torch.randint(-8, 9, (256, 384), generator=torch.Generator().manual_seed(0))
+    x = torch.ldexp(torch.ones(256, 384), exponent).cuda()
+    x[:, ::128], x[::128] = 448.0, 448.0  # every tile, along rows or columns, has the same largest value
+    along_rows, along_columns = kernels.quantize(x, E4M3, ROW_128), kernels.quantize(x, E4M3, COLUMN_128)
+    transposed = kernels.quantize(x.mT.contiguous(), E4M3, ROW_128)
+    assert torch.equal(bits(along_rows.codes), bits(along_columns.codes))
+    assert torch.equal(bits(transposed.codes), bits(along_columns.codes.mT))
+    assert torch.equal(bits(kernels.retile(along_rows, COLUMN_128).codes), bits(along_columns.codes))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits_reach_the_last_rows() -> None:
+    """G02: 300,032 x 7168 has more than 2^31 elements."""
+    rows, cols = 300_032, 7168
+    x = torch.ones(1, cols, dtype=torch.bfloat16, device="cuda").expand(rows, cols).contiguous()
+    x[-128:] = torch.randn(128, cols, generator=torch.Generator().manual_seed(0)).cuda()
+    for tile in (ROW_128, COLUMN_128, BLOCK_128):
+        got, want = kernels.quantize(x, E4M3, tile), reference.quantize(x[-128:], E4M3, tile)
+        assert torch.equal(bits(got.codes[-128:]), bits(want.codes))
+        assert torch.equal(bits(got.scale[-want.scale.shape[0] :]), bits(want.scale))
+    a = kernels.quantize(x, E4M3, ROW_128)
+    weight = kernels.quantize(torch.randn(16, cols, generator=torch.Generator().manual_seed(1)).cuda(), E4M3, BLOCK_128)
+    tail = kernels.quantize(x[-128:], E4M3, ROW_128)
+    assert torch.equal(gemm.matmul_nt(a, weight, torch.float32, 128)[-128:], gemm.matmul_nt(tail, weight, torch.float32, 128))

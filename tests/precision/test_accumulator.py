@@ -221,7 +221,7 @@ def test_a_poisoned_scale_poisons_what_it_multiplies(implementation: ModuleType)
 
 
 def test_sums_of_positive_products_come_out_too_small_unless_promoted() -> None:
-    """Truncation toward zero is a bias, and grows with the chain."""
+    """G01: truncation toward zero is a bias, and grows with the chain."""
     a, b = torch.full((1, 8192), 1 / 32).to(E4M3.dtype), torch.full((1, 8192), 3.0).to(E4M3.dtype)
     assert accumulator.products(a, b, 128).item() == 768.0
     assert accumulator.products(a, b, "never").item() < 700  # 3/32 has too few bits left beside a sum of hundreds
