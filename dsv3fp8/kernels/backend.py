@@ -201,7 +201,7 @@ def choose_quantize(
     source: QuantizedTensor | None = None,
 ) -> Choice:
     """The backend of a cast to codes; arguments as in `quantize`, `source` for a re-tile. All give the same bits."""
-    against = _against_triton(device)
+    against = against_triton(device)
     if against is None:
         from dsv3fp8.kernels.quantize import triton as kernels
 
@@ -213,7 +213,8 @@ def choose_quantize(
     return Choice("reference", f"torch: {against}", exact=True)
 
 
-def _against_triton(device: torch.device) -> str | None:
+def against_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on this device, or None when they do."""
     if device.type != "cuda":
         return f"the Triton kernels are for Hopper, not for a {device.type}"
     if (capability := device_capability(device.index or 0)) != (9, 0):

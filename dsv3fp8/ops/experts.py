@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward_cast
+from dsv3fp8.kernels.swiglu.reference import backward
 from dsv3fp8.ops import report
 from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies, wire_bytes
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import keep, together
-from dsv3fp8.ops.swiglu import cache_name, input_cache, read_input, report_forward, swiglu_backward, swiglu_forward
+from dsv3fp8.ops.swiglu import activate, activate_again, cache_name, report_forward
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
@@ -49,10 +51,8 @@ class _RoutedExperts(torch.autograd.Function):
         plan, recipe = call.plan, call.recipe
         received = dispatch(x, plan)
         h = grouped_rows(received, call.gate_up_codes.fprop(w_gate_up), plan, edge.dtype, call.gate_up.gemm, "fprop")
-        cache = input_cache(h, recipe)
         row_weight = dispatch_copies(weights, plan) if recipe.gate == "before" else None
-        act = swiglu_forward(read_input(h, cache, recipe), edge.dtype, row_weight)
-        operand = call.down.quantize("input", act, 1, groups=plan.groups)
+        cache, act, operand = activate(h, recipe, call.down, row_weight, plan.groups)
         out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
         made_again = recipe.swiglu_output == "recompute"
         scale = call.down.known_scale("input", operand) if made_again else ()
@@ -83,10 +83,8 @@ class _RoutedExperts(torch.autograd.Function):
 
         dout, dweights = _combine_backward(dy.contiguous(), weights, output, call, ctx.node)
         dact = grouped_rows(dout, call.down_codes.dgrad(w_down), plan, dtype, call.down.gemm, "dgrad")
-        h = values_of(cache)
         if operand is None:
-            act = swiglu_forward(h, dtype, row_weight)
-            operand = call.down.quantize("input", act, 1, groups=plan.groups, scale=scale)
+            operand = activate_again(cache, dtype, call.down, row_weight, plan.groups, scale)
         dout_t, operand_t = call.down.retile("gradient", dout, plan.groups), call.down.retile("input", operand, plan.groups)
         dw_down = grouped_wgrad(dout_t, operand_t, plan, w_down, call.down.gemm)
         if ctx.node:
@@ -96,21 +94,18 @@ class _RoutedExperts(torch.autograd.Function):
             report.retiled(down, "dexpert_out", dout, dout_t, "_dy")
             report.retiled(down, "act", operand, operand_t)
             down.report("wgrad", dw_down, {"dexpert_out": dout_t, "act": operand_t}, {"dw_expert_down": dw_down})
-        dh, drow = swiglu_backward(h, dact, dtype, row_weight)
+        dh, along_n, along_tokens, drow = _swiglu_backward(cache, dact, row_weight, call)
         if before:
             assert drow is not None
             dweights = collect_copies(drow, plan)
-        along_n = call.gate_up.quantize("gradient", dh, 1, col_parts=2, groups=plan.groups)
-        along_tokens = call.gate_up.other_orientation("gradient", dh, along_n, col_parts=2, groups=plan.groups)
         drows = grouped_rows(along_n, call.gate_up_codes.dgrad(w_gate_up), plan, dtype, call.gate_up.gemm, "dgrad")
         received_t = call.gate_up.retile("input", received, plan.groups)
         dw_gate_up = grouped_wgrad(along_tokens, received_t, plan, w_gate_up, call.gate_up.gemm)
         dx = combine(drows, plan)
         if ctx.node:
             swiglu, gate_up = ctx.node.at("expert_swiglu"), ctx.node.at("expert_gate_up")
-            swiglu.report(
-                "backward", dh, {cache_name(cache): cache, "dact": dact, "gate": row_weight}, {"dh": dh, "dgate": drow}
-            )
+            of_swiglu: ledger.Tensors = {cache_name(cache): cache, "dact": dact, "gate": row_weight}
+            swiglu.report("backward", dact, of_swiglu, {"dh": dh, "dgate": drow})
             report.gradient_cast(gate_up, dh, along_n, along_tokens)
             reads = {"dh": along_n, "w_expert_gate_up": call.gate_up_codes.dgrad(w_gate_up)}
             gate_up.report("backward", drows, reads, {"dreceived": drows})
@@ -120,6 +115,18 @@ class _RoutedExperts(torch.autograd.Function):
             wire = wire_bytes(drows, plan)
             ctx.node.report("backward", wide(drows), {"dreceived": drows}, {"dpayload": dx}, wire=wire)
         return dx, dweights, dw_gate_up, dw_down, None, None
+
+
+def _swiglu_backward(
+    cache: Operand, dact: Tensor, row_weight: Tensor | None, call: ExpertsCall
+) -> tuple[Tensor | None, Operand, Operand, Tensor | None]:
+    """(dh, None where its kernel hosts its casts; dh along its columns and along the tokens; the gate weights' gradient)."""
+    gate_up, groups = call.gate_up, call.plan.groups
+    if (cast := gate_up.rides("gradient")) and choose_swiglu(cache, cast[0]).backend == "triton":
+        return None, *swiglu_backward_cast(cache, dact, row_weight, *cast)
+    dh, drow = backward(values_of(cache), dact, dact.dtype, row_weight)
+    along_n = gate_up.quantize("gradient", dh, 1, col_parts=2, groups=groups)
+    return dh, along_n, gate_up.other_orientation("gradient", dh, along_n, col_parts=2, groups=groups), drow
 
 
 def _report_forward(

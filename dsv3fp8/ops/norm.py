@@ -1,8 +1,4 @@
-"""The RMSNorm box, with the junction behind it and the residual rail beside it.
-
-Forward reads BF16, computes in fp32 and rounds once. Backward reads the norm's input again, sums the gradients of the
-norm output's readers in fp32 in the order given (one rounding), and adds the residual rail to dx before its one rounding.
-"""
+"""The RMSNorm box, with the junction behind it and the residual rail beside it; its arithmetic is kernels/norm/reference.py."""
 
 from __future__ import annotations
 
@@ -12,44 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels.norm.reference import junction
 from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.nodes import JUNCTIONS, names
 from dsv3fp8.precision.widen import wide
-
-
-def norm_forward(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """gamma * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype, one rounding."""
-    return (_normalized(x, eps)[0] * gamma).to(x.dtype)
-
-
-def norm_backward(x: Tensor, gamma: Tensor, eps: float, dy: Tensor, rail: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(dx + rail in x's dtype, dgamma in fp32) from the norm's input."""
-    x_hat, rstd = _normalized(x, eps)
-    grad = wide(dy)
-    dgamma = (grad * x_hat).flatten(0, -2).sum(0)
-    scaled = grad * gamma
-    dx = (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)) * rstd
-    if rail is not None:
-        dx = dx + wide(rail)
-    return dx.to(x.dtype), dgamma
-
-
-def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    values = wide(x)
-    rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return values * rstd, rstd
-
-
-def junction(grads: list[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-    """Sums gradients in fp32 in the order given and rounds once; a single one passes through."""
-    given = [g for g in grads if g is not None]
-    if not given:
-        return None
-    total = wide(given[0])
-    for grad in given[1:]:
-        total = total + wide(grad)
-    return total.to(dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -57,7 +21,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gamma: Tensor, eps: float, readers: tuple[torch.dtype, ...], name: str
     ) -> tuple[Tensor, ...]:
-        y = norm_forward(x, gamma, eps)
+        y = elementwise.norm_forward(x, gamma, eps)
         ctx.node = ledger.here(name)
         if ctx.node:
             of = names(name)
@@ -72,11 +36,12 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, rail: Tensor | None, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, gamma = ctx.saved_tensors
-        dy = junction(list(grads), x.dtype)
-        if dy is None:
+        if all(grad is None for grad in grads):
             return rail, None, None, None, None
-        dx, dgamma = norm_backward(x, gamma, ctx.eps, dy, rail)
+        dx, dgamma = elementwise.norm_backward(x, gamma, ctx.eps, grads, rail)
         if ctx.node:
+            dy = junction(grads, x.dtype)
+            assert dy is not None
             _report_backward(ctx.node, grads, dy, x, rail, dx, dgamma)
         return dx, dgamma, None, None, None
 

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from dsv3fp8.kernels.backend import quantize, retile
 from dsv3fp8.kernels.quantize.reference import scale_from_amax
+from dsv3fp8.precision import flush
+from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
@@ -93,6 +95,13 @@ class LinearQuantizers(nn.Module):
         if role in self.states and scale is None:
             scale = self._kept_scale(role, x, groups)
         return quantize(x, spec.storage, tile, spec.scale, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
+
+    def rides(self, role: str) -> tuple[Format, str] | None:
+        """(format, scale kind) of a role whose 1x128 cast may ride on the op before it; None where `quantize` must do it."""
+        spec: OperandSpec = getattr(self.gemm, role)
+        if not spec.quantized or spec.tile != "1x128" or role in self.states or flush.active_meter() is not None:
+            return None
+        return spec.storage, spec.scale
 
     def known_scale(self, role: str, quantized: Operand) -> tuple[Tensor, ...]:
         """The scale to keep for `quantize(scale=)` where a tensor is made again: none unless it outlives this tensor."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.backend import matmul_nt
-from dsv3fp8.ops.norm import norm_forward
+from dsv3fp8.kernels.elementwise import norm_forward
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.rope import lay_out
 from dsv3fp8.ops.stash import Stash

@@ -24,8 +24,8 @@ def minted(readers: Sequence[str], operands: Sequence[Operand]) -> None:
     ledger.amend(node, "forward", {name: distinct}, instead_of=dropped, fused=tuple(x.format.name for x in distinct))
 
 
-def gradient_cast(node: Node, dy: Tensor, along_n: Operand, along_tokens: Operand | None) -> None:
-    """dY of a linear, cast for dgrad and wgrad: on the op before it, or as a junction cast of its own."""
+def gradient_cast(node: Node, dy: Tensor | None, along_n: Operand, along_tokens: Operand | None) -> None:
+    """dY of a linear, cast for dgrad and wgrad: on the op before it, or as a junction cast of its own (of dy, then)."""
     if not isinstance(along_n, QuantizedTensor):
         return
     dname, host = names(node.name).doutput, GRADIENT_CAST_ON.get(node.name)

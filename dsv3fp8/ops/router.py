@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsv3fp8.kernels.elementwise import norm_forward
 from dsv3fp8.kernels.gemm.reference import plain_matmul
-from dsv3fp8.ops.norm import norm_forward
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.widen import wide
 

@@ -12,44 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.kernels.backend import quantize
+from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_forward_again, swiglu_forward_cast
+from dsv3fp8.kernels.swiglu.reference import backward, forward
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
-from dsv3fp8.precision.widen import wide
-
-
-def swiglu_forward(h: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
-    """h [T, 2F] = [gate | up] -> silu(gate) * up (* weight [T], fp32), [T, F] in dtype, one rounding."""
-    gate, up = wide(h).chunk(2, -1)
-    out = torch.nn.functional.silu(gate) * up
-    if weight is not None:
-        out = out * weight[:, None]
-    return out.to(dtype)
-
-
-def swiglu_backward(h: Tensor, dout: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(dh [T, 2F] in dtype, gradient of weight [T] in fp32) from SwiGLU's input as it was read in forward."""
-    gate, up = wide(h).chunk(2, -1)
-    grad = wide(dout)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    dweight = None
-    if weight is not None:
-        dweight = (grad * silu * up).sum(-1)
-        grad = grad * weight[:, None]
-    dgate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    return torch.cat((dgate, grad * silu), -1).to(dtype), dweight
-
-
-def input_cache(h: Tensor, recipe: Recipe) -> Operand:
-    """SwiGLU's input as kept for backward: E4M3 1x128, gate and up tiled each on their own, or h itself."""
-    if recipe.swiglu_cache.format == "e4m3":
-        return quantize(h, E4M3, ROW_128, recipe.swiglu_cache.scale, col_parts=2)
-    return h
 
 
 def cache_name(cache: Operand) -> str:
@@ -70,9 +41,30 @@ def report_forward(
     node.report("forward", out, {**read, "gate": gate}, {"act": operand}, keeps, fused=fused, inert=inert)
 
 
-def read_input(h: Tensor, cache: Operand, recipe: Recipe) -> Tensor:
-    """What SwiGLU's forward reads: h through the cache's cast, or h itself."""
-    return values_of(cache) if recipe.swiglu_input == "cache" else h
+def activate(
+    h: Tensor, recipe: Recipe, down: LinearQuantizers, weight: Tensor | None = None, groups: Tensor | None = None
+) -> tuple[Operand, Tensor, Operand]:
+    """(h as it is kept for backward, a tensor of the type computed in, the down projection's operand) from h [T, 2F].
+
+    weight: fp32 [T], multiplied inside. groups: as in `LinearQuantizers.quantize`.
+    """
+    cache = recipe.swiglu_cache
+    if cache.format == "e4m3" and (cast := down.rides("input")) and choose_swiglu(h, cast[0]).backend == "triton":
+        cached, operand = swiglu_forward_cast(h, weight, cache.scale, recipe.swiglu_input == "cache", *cast)
+        return cached, h, operand
+    kept: Operand = backend.quantize(h, E4M3, ROW_128, cache.scale, col_parts=2) if cache.format == "e4m3" else h
+    out = forward(values_of(kept) if recipe.swiglu_input == "cache" else h, h.dtype, weight)
+    return kept, out, down.quantize("input", out, 1, groups=groups)
+
+
+def activate_again(
+    cache: Operand, dtype: torch.dtype, down: LinearQuantizers, weight: Tensor | None = None,
+    groups: Tensor | None = None, scale: Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """The down projection's operand from what was kept. scale: as in `LinearQuantizers.quantize`."""
+    if (cast := down.rides("input")) and choose_swiglu(cache, cast[0]).backend == "triton":
+        return swiglu_forward_again(cache, dtype, weight, *cast)
+    return down.quantize("input", forward(values_of(cache), dtype, weight), 1, groups=groups, scale=scale)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -86,7 +78,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         cache = ctx.restore(ctx.saved_tensors)
-        dh, _ = swiglu_backward(values_of(cache), dout, ctx.dtype)
+        dh, _ = backward(values_of(cache), dout, ctx.dtype)
         if ctx.node:
             ctx.node.report("backward", dh, {cache_name(cache): cache, "dact": dout}, {"dh": dh})
         return dh, None, None
@@ -95,10 +87,8 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     """h [T, 2F] -> the down projection's input [T, F]. down: the quantizers of the down projection, which mint it."""
     with torch.no_grad():
-        cached = input_cache(h, recipe)
+        cached, out, operand = activate(h, recipe, down)
         cache = keep(cached, cache_name(cached))
-        out = swiglu_forward(read_input(h, cached, recipe), h.dtype)
-        operand = down.quantize("input", out, 1)
     prefix = down.gemm.op.removesuffix("down")
     node = ledger.here(f"{prefix}swiglu")
     if node:
@@ -110,8 +100,7 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     cached_parts = len(cache.tensors)
 
     def recompute(saved: tuple[Tensor, ...]) -> Operand:
-        out = swiglu_forward(values_of(restore(saved[:cached_parts])), dtype)
         known = saved[cached_parts:]
-        return down.quantize("input", out, 1, scale=known[0] if known else None)
+        return activate_again(restore(saved[:cached_parts]), dtype, down, scale=known[0] if known else None)
 
     return Activation(edge, operand, Stash((*cache.tensors, *scale), recompute, cache.shell, cache.name))

@@ -5,7 +5,8 @@ import torch
 from support import relative
 from torch import Tensor
 
-from dsv3fp8.ops.norm import junction, norm
+from dsv3fp8.kernels.norm.reference import junction
+from dsv3fp8.ops.norm import norm
 from dsv3fp8.ops.residual import residual_sum
 
 EPS = 1e-6

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv3fp8.kernels.quantize.device import limits, magnitude_bits, reciprocal, scale_of
 from dsv3fp8.precision import flush
 from dsv3fp8.precision.formats import E5M6, Format
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile, ceil_div, grid_size
@@ -20,9 +21,6 @@ _BLOCKS = {ROW_128: (32, 128), COLUMN_128: (128, 64), BLOCK_128: (128, 128)}  # 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _INFINITY = tl.constexpr(0x7F800000)
-_NAN = tl.constexpr(0x7FC00000)
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)
-_LARGEST_SCALE = tl.constexpr(2.0**126)
 
 
 def reason_against(
@@ -112,8 +110,7 @@ def _launch(
             *source_scale.stride(),
             SOURCE="float" if source is None else "packed" if source.format is E5M6 else "codes",
             PACKED=fmt is E5M6,
-            LIMIT=fmt.max,
-            LIMIT_BITS=int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32)),
+            **limits(fmt),
             POW2=kind == "pow2",
             TILE_ROWS=tile.rows,
             TILE_COLS=tile.cols,
@@ -183,20 +180,19 @@ def _quantize_kernel(
         values = values * s[:, None]
     values = tl.where(inside, values, 0.0)
 
-    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = magnitude_bits(values)
     if TILE_ROWS == 1:  # 1x128
-        s = _scale_of(tl.max(magnitude, 1), LIMIT, LIMIT_BITS, POW2)
+        s = scale_of(tl.max(magnitude, 1), LIMIT, LIMIT_BITS, POW2)
         tl.store(scale + (e * rows + r) * (col_parts * col_blocks) + col_block, s, mask=r_in < part_rows)
         s = s[:, None]
     elif TILE_COLS == 1:  # 128x1
-        s = _scale_of(tl.max(magnitude, 0), LIMIT, LIMIT_BITS, POW2)
+        s = scale_of(tl.max(magnitude, 0), LIMIT, LIMIT_BITS, POW2)
         tl.store(scale + (e * row_parts * row_blocks + row_block) * cols + c, s, mask=c_in < part_cols)
         s = s[None, :]
     else:  # 128x128
-        s = _scale_of(tl.max(tl.max(magnitude, 1), 0), LIMIT, LIMIT_BITS, POW2)
+        s = scale_of(tl.max(tl.max(magnitude, 1), 0), LIMIT, LIMIT_BITS, POW2)
         tl.store(scale + (e * row_parts * row_blocks + row_block) * (col_parts * col_blocks) + col_block, s)
-    reciprocal = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)
-    scaled = values * reciprocal
+    scaled = values * reciprocal(s)
     scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
     if PACKED:
@@ -212,23 +208,6 @@ def _quantize_kernel(
     else:
         into = codes + (e * rows + r)[:, None] * cols + c[None, :]
         tl.store(into, scaled.to(codes.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _scale_of(amax_bits, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr):
-    """`reference.scale_from_amax`, from the bits of the largest magnitude."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    if POW2:
-        above = ((amax_bits & 0x7FFFFF) > (LIMIT_BITS & 0x7FFFFF)).to(tl.int32)
-        exponent = (amax_bits >> 23) - (LIMIT_BITS >> 23) + above + 127
-        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
-        s = (exponent << 23).to(tl.float32, bitcast=True)
-    else:
-        s = tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32))
-    s = tl.minimum(tl.maximum(s, _SMALLEST_SCALE), _LARGEST_SCALE)
-    s = tl.where(amax_bits == 0, 1.0, s)
-    nan = tl.full(amax_bits.shape, _NAN, tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(amax_bits >= _INFINITY, nan, s)
 
 
 @triton.jit

@@ -1,0 +1,90 @@
+"""Norms, SwiGLU and RoPE on the backend that `choose` takes: Triton on Hopper, where it covers what is asked, else torch.
+
+Signatures are those of kernels/{norm,swiglu,rope}/reference.py, which define the results. Casts that ride on an op come out
+of its kernel; who asks for one says in what format and with which scale kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.kernels.backend import Choice, against_triton
+from dsv3fp8.kernels.norm import reference as norm_reference
+from dsv3fp8.kernels.swiglu import reference as swiglu_reference
+from dsv3fp8.precision.formats import Format
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+
+
+def _choice(device: torch.device, kernels: str, *asked: Any) -> Choice:
+    against = against_triton(device)
+    if against is None:
+        against = _kernels(kernels).reason_against(*asked)
+    if against is None:
+        return Choice("triton", "one kernel, with the casts that ride on it")
+    return Choice("reference", f"torch, fp32 arithmetic: {against}")
+
+
+def _kernels(name: str) -> Any:
+    from importlib import import_module
+
+    return import_module(f"dsv3fp8.kernels.{name}.triton")
+
+
+def choose_norm(x: Tensor, grads: Sequence[Tensor | None] = (), fmt: Format | None = None) -> Choice:
+    """The backend of a norm's forward, or with grads of its backward; fmt: of the cast that rides on it."""
+    return _choice(x.device, "norm", x, grads, fmt)
+
+
+def norm_forward(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    if choose_norm(x).backend == "triton":
+        return _kernels("norm").forward(x, gamma, eps)
+    return norm_reference.forward(x, gamma, eps)
+
+
+def norm_forward_cast(
+    x: Tensor, gamma: Tensor, eps: float, fmt: Format, kind: str, keep: bool
+) -> tuple[Tensor | None, QuantizedTensor]:
+    if choose_norm(x, fmt=fmt).backend == "triton":
+        return _kernels("norm").forward_cast(x, gamma, eps, fmt, kind, keep)
+    return norm_reference.forward_cast(x, gamma, eps, fmt, kind, keep)
+
+
+def norm_backward(
+    x: Tensor, gamma: Tensor, eps: float, grads: Sequence[Tensor | None], rail: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if choose_norm(x, grads).backend == "triton":
+        return _kernels("norm").backward(x, gamma, eps, grads, rail)
+    return norm_reference.backward(x, gamma, eps, grads, rail)
+
+
+def choose_swiglu(h: Operand, fmt: Format | None = None) -> Choice:
+    """The backend of SwiGLU with the casts that ride on it; without fmt nothing is cast, and torch computes it."""
+    device = h.codes.device if isinstance(h, QuantizedTensor) else h.device
+    if fmt is None:
+        return Choice("reference", "torch, fp32 arithmetic: no cast rides on it")
+    return _choice(device, "swiglu", h, fmt)
+
+
+def swiglu_forward_cast(
+    h: Tensor, weight: Tensor | None, cache_kind: str, through_cache: bool, fmt: Format, kind: str
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    kernels = _kernels("swiglu") if choose_swiglu(h, fmt).backend == "triton" else swiglu_reference
+    return kernels.forward_cast(h, weight, cache_kind, through_cache, fmt, kind)
+
+
+def swiglu_forward_again(
+    cache: Operand, dtype: torch.dtype, weight: Tensor | None, fmt: Format, kind: str
+) -> QuantizedTensor:
+    kernels = _kernels("swiglu") if choose_swiglu(cache, fmt).backend == "triton" else swiglu_reference
+    return kernels.forward_again(cache, dtype, weight, fmt, kind)
+
+
+def swiglu_backward_cast(
+    cache: Operand, dout: Tensor, weight: Tensor | None, fmt: Format, kind: str
+) -> tuple[QuantizedTensor, QuantizedTensor, Tensor | None]:
+    kernels = _kernels("swiglu") if choose_swiglu(cache, fmt).backend == "triton" else swiglu_reference
+    return kernels.backward_cast(cache, dout, weight, fmt, kind)
