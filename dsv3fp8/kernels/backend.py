@@ -303,7 +303,11 @@ def explain(
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
     rows += _casts(recipe, device)
-    rows.append(("norm, rope, swiglu, router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
+    from dsv3fp8.kernels import elementwise
+
+    act = recipe.gemm("expert_down").input
+    rows += elementwise.explain(device, dtype, act.storage if act.quantized else None)
+    rows.append(("router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
     return rows
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv3fp8.kernels.backend import Choice, against_triton
 from dsv3fp8.kernels.norm import reference as norm_reference
+from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
@@ -88,3 +89,19 @@ def swiglu_backward_cast(
 ) -> tuple[QuantizedTensor, QuantizedTensor, Tensor | None]:
     kernels = _kernels("swiglu") if choose_swiglu(cache, fmt).backend == "triton" else swiglu_reference
     return kernels.backward_cast(cache, dout, weight, fmt, kind)
+
+
+def choose_rope(q: Tensor, fmt: Format | None = None) -> Choice:
+    """The backend of RoPE's forward, or of its backward with the casts that ride on it."""
+    return _choice(q.device, "rope", q, fmt)
+
+
+def rope_forward(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kernels = _kernels("rope") if choose_rope(q).backend == "triton" else rope_reference
+    return kernels.forward(q, kv, k_rope, cos, sin)
+
+
+def explain(device: torch.device, dtype: torch.dtype, casts: Format | None) -> list[tuple[str, Choice]]:
+    """(op, choice) of the element-wise ops; casts: the format that SwiGLU's casts have, None where nothing is cast."""
+    x = torch.empty(1, 256, dtype=dtype, device=device)
+    return [("norm", choose_norm(x)), ("rope", choose_rope(x)), ("swiglu", choose_swiglu(x, casts))]

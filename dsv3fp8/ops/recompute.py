@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.backend import matmul_nt
-from dsv3fp8.kernels.elementwise import norm_forward
+from dsv3fp8.kernels.elementwise import norm_forward, rope_forward
 from dsv3fp8.ops.quantizers import LinearQuantizers
-from dsv3fp8.ops.rope import lay_out
 from dsv3fp8.ops.stash import Stash
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
 from dsv3fp8.precision.flush import uncounted
@@ -85,6 +84,6 @@ def project_again(q: Projection, kv: Projection, k_rope: Tensor, cos: Tensor, si
         projected = (q_again(tuple(rest[:of_q])), kv_again(tuple(rest[of_q:])))
         per_head = [x.view(batch, length, heads, x.shape[-1] // heads) for x in projected]
         with torch.no_grad():
-            return lay_out(per_head[0], per_head[1], k_rope, cos, sin)
+            return rope_forward(per_head[0], per_head[1], k_rope, cos, sin)
 
     return KeptInputs((k_rope.detach(), cos, sin, *q.tensors, *kv.tensors), restore)

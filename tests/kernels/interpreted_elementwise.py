@@ -1,4 +1,4 @@
-"""The fused norm and SwiGLU kernels in Triton's interpreter: run by test_elementwise.py in a process of its own."""
+"""The fused norm, SwiGLU and RoPE kernels in Triton's interpreter: run by test_elementwise.py in a process of its own."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,8 @@ from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.norm import triton as norm
 from dsv3fp8.kernels.quantize.columns import quantize_columns
 from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.kernels.rope import reference as rope_reference
+from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
 from dsv3fp8.precision.formats import E4M3, E5M2
@@ -134,3 +136,32 @@ def test_swiglu(rows: int, cols: int, weighted: bool, kind: str) -> None:
             assert (ours[0].codes[3].view(torch.uint8) & 0x7F == 0).all()
         if weight is not None:
             assert torch.allclose(ours[2], theirs[2], rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "size", [(2, 70, 3, 16, 8, 24), (1, 130, 2, 128, 64, 128), (1, 1, 1, 4, 2, 3), (2, 5, 20, 6, 6, 7)], ids=str
+)
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+def test_rope(size: tuple[int, ...], kind: str) -> None:
+    """Forward and casts to the bit, over tiles that begin inside a head; k_rope's gradient but for the order of its sum."""
+    batch, length, heads, nope, turned, v = size
+
+    def given(*shape: int) -> Tensor:
+        return torch.randn(shape).bfloat16()
+
+    q, kv, k_rope = (given(batch, length, *rest) for rest in ((heads, nope + turned), (heads, nope + v), (turned,)))
+    angles = torch.randn(batch if batch > 1 else 1, length, turned // 2)
+    tables = angles.cos(), angles.sin()
+    ours, theirs = (k.forward(q, kv, k_rope, *tables) for k in (rope, rope_reference))
+    for got, want in zip(ours, theirs, strict=True):
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    dq = given(batch, heads, length, nope + turned).transpose(1, 2)
+    dk, dv = given(batch, length, heads, nope + turned), given(batch, length, heads, v)
+    dq[0, 0, 0, 0], dv[0, 0, 0, 0] = torch.nan, torch.inf
+    casts = (E4M3, kind), (E5M2, "fp32")
+    got, want = (k.backward_cast(dq, dk, dv, *tables, *casts) for k in (rope, rope_reference))
+    for i in range(2):
+        check(got[i][0], want[i][0])
+        check(got[i][1], want[i][1])
+        assert got[i][1].codes.mT.is_contiguous()
+    same_bf16(got[2], want[2])

@@ -7,9 +7,10 @@ import torch
 from support import nano
 from torch import Tensor
 
+from dsv3fp8.kernels.rope.reference import rotate
 from dsv3fp8.model.config import ModelConfig, YarnConfig
 from dsv3fp8.model.rope import inverse_frequencies, magnitude, positions_of, rope_table, softmax_scale
-from dsv3fp8.ops.rope import mla_rope, rotate
+from dsv3fp8.ops.rope import mla_rope
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
