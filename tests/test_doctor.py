@@ -30,7 +30,8 @@ IMPORT_ALL = """
 import importlib, pkgutil, dsv3fp8
 names = [module.name for module in pkgutil.walk_packages(dsv3fp8.__path__, "dsv3fp8.")]
 for name in names:
-    if name != "dsv3fp8.__main__" and not name.endswith((".triton", ".quantize.device", ".quantize.columns")) and ".gluon" not in name:
+    triton = name.endswith((".triton", ".quantize.device", ".quantize.columns")) or ".gluon" in name
+    if name != "dsv3fp8.__main__" and not triton:
         importlib.import_module(name)
 print(len(names))
 """
