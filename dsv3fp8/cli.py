@@ -129,6 +129,18 @@ def drift(arguments: list[str]) -> int:
         return _fail(f"out of memory in `{' '.join(['drift', *arguments])}`: take size=small, or another device", FAILED)
 
 
+def bench(arguments: list[str]) -> int:
+    """Time kernels, a linear, a layer or training steps on a Hopper GPU, beside their peers: tables, JSON, a page."""
+    from dsv3fp8.observe.bench.command import main
+
+    try:
+        return main(arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return _fail(f"out of memory in `{' '.join(['bench', *arguments])}`: end what else uses the GPU, or take less", FAILED)
+
+
 def doctor(arguments: list[str]) -> int:
     """Print what this machine can do, tested against installed versions, and which backend each op takes."""
     from dsv3fp8.doctor import main
@@ -137,7 +149,7 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "generate": generate, "map": map_, "drift": drift, "doctor": doctor,
+    "train": train, "generate": generate, "map": map_, "drift": drift, "bench": bench, "doctor": doctor,
 }  # fmt: skip
 
 

@@ -1,0 +1,119 @@
+"""Casts to codes and re-tiles, by the bytes that they move, beside a device copy; and attention, which has no peer here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dsv3fp8.kernels import backend
+from dsv3fp8.observe.bench.operands import Setting, random
+from dsv3fp8.observe.bench.rates import Case, Table, Way
+from dsv3fp8.precision.formats import E4M3, E5M6, Format
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile, ceil_div
+
+COPY = "device copy"
+
+
+def copy_way(setting: Setting) -> Way:
+    """A kernel that reads a tensor and writes another of its size; memcpy may take another path on the chip."""
+    source = random(setting, setting.sizes.copied // 4, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return Way(COPY, lambda: [lambda: torch.mul(source, 1.0, out=target)], work=2.0 * source.nbytes, note="a torch kernel")
+
+
+def cast_tables(setting: Setting) -> list[Table]:
+    """One row for each format and tile, on tensors larger than the L2 cache."""
+    rows, cols = setting.sizes.cast
+    experts, n, k = setting.sizes.masters
+    cases = [
+        _cast_case(setting, "quantize 1×128", (rows, cols), E4M3, ROW_128),
+        _cast_case(setting, "quantize 128×1", (rows, cols), E4M3, COLUMN_128),
+        _cast_case(setting, "quantize 128×128, FP32 masters", (experts, n, k), E4M3, BLOCK_128, torch.float32),
+        _cast_case(setting, "quantize E5M6 1×128", (rows, cols), E5M6, ROW_128),
+        _retile_case(setting, "re-tile E4M3 1×128 → 128×1", (rows, cols), E4M3),
+        _retile_case(setting, "re-tile E5M6 1×128 → E4M3 128×1", (rows, cols), E5M6),
+        Case("memcpy", 2.0 * setting.sizes.copied, lambda: [_memcpy(setting), copy_way(setting)]),
+    ]
+    about = (
+        "input once and codes and scales once, in the layout that the backend gives; the ratio is the share of a copy's rate"
+    )
+    return [Table("casts", "Casts and re-tiles", "GB/s", COPY, about, cases)]
+
+
+def attention_tables(setting: Setting) -> list[Table]:
+    """Causal attention with unequal head sizes, forward and backward, 2 FLOP a multiply-add of the visible half."""
+    heads, length, qk, v = setting.sizes.attention
+    square = float(length) * length * heads  # two FLOP, half of the scores
+    cases = [
+        Case("forward", square * (qk + v), lambda: _attention(setting, backward=False)),
+        Case("backward", square * (3 * qk + 2 * v), lambda: _attention(setting, backward=True)),
+    ]
+    about = f"causal, 1 × {heads} heads × {length}, q and k {qk} wide, v {v}; backward makes the scores again"
+    return [Table("attention", "Attention", "TFLOP/s", "", about, cases)]
+
+
+def moved(shape: tuple[int, ...], fmt: Format, tile: Tile, read: float) -> float:
+    """Bytes of a cast: `read` an element, and the codes and fp32 scales that are written."""
+    *lead, rows, cols = shape
+    count = 1
+    for size in lead:
+        count *= size
+    grid = ceil_div(rows, tile.rows or rows) * ceil_div(cols, tile.cols or cols)
+    written = 1.5 if fmt is E5M6 else 1.0
+    return count * (rows * cols * (read + written) + 4.0 * grid)
+
+
+def _cast_case(
+    setting: Setting, name: str, shape: tuple[int, ...], fmt: Format, tile: Tile, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    def build() -> list[Way]:
+        x = random(setting, *shape, dtype=dtype)
+        chosen = backend.choose_quantize(x.device, fmt, tile, shape[-1])
+        return [_ours(lambda: backend.quantize(x, fmt, tile), str(chosen)), copy_way(setting)]
+
+    return Case(name, moved(shape, fmt, tile, dtype.itemsize), build)
+
+
+def _retile_case(setting: Setting, name: str, shape: tuple[int, int], fmt: Format) -> Case:
+    def build() -> list[Way]:
+        source = backend.quantize(random(setting, *shape), fmt, ROW_128)
+        chosen = backend.choose_quantize(source.codes.device, E4M3, COLUMN_128, shape[-1], source=source)
+        return [_ours(lambda: backend.retile(source, COLUMN_128, fmt=E4M3), str(chosen)), copy_way(setting)]
+
+    cols = shape[1]
+    read = (1.5 if fmt is E5M6 else 1.0) + 4.0 * ceil_div(cols, 128) / cols
+    return Case(name, moved(shape, E4M3, COLUMN_128, read), build)
+
+
+def _ours(call: Callable[[], QuantizedTensor], note: str) -> Way:
+    return Way("ours", lambda: [call], note=note)
+
+
+def _memcpy(setting: Setting) -> Way:
+    source = random(setting, setting.sizes.copied // 4, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return Way("ours", lambda: [lambda: target.copy_(source)], note="torch's copy_ of equal tensors")
+
+
+def _attention(setting: Setting, backward: bool) -> list[Way]:
+    heads, length, qk, v_width = setting.sizes.attention
+    q, k, dout_wide = (random(setting, 1, length, heads, qk) for _ in range(3))
+    v, dout = random(setting, 1, length, heads, v_width), dout_wide[..., :v_width].contiguous()
+    scale = qk**-0.5
+    choice = backend.choose_attention(setting.device, q.dtype, masked=False)
+    if choice.backend == "cudnn":
+        from dsv3fp8.kernels.attention import cudnn
+
+        out, lse = cudnn.attention_forward(q, k, v, scale)
+        forward = Way("ours", lambda: [lambda: cudnn.attention_forward(q, k, v, scale)], note=str(choice))
+        again = Way("ours", lambda: [lambda: cudnn.attention_backward(dout, q, k, v, out, lse, scale)], note=str(choice))
+    else:
+        from dsv3fp8.kernels.attention import reference
+
+        out, lse = reference.attention_forward(q, k, v, scale, None)
+        forward = Way("ours", lambda: [lambda: reference.attention_forward(q, k, v, scale, None)], note=str(choice))
+        again = Way(
+            "ours", lambda: [lambda: reference.attention_backward(dout, q, k, v, out, lse, scale, None)], note=str(choice)
+        )
+    return [again if backward else forward]

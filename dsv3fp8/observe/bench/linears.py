@@ -1,0 +1,137 @@
+"""One linear, forward and backward, from operands that arrive in BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dsv3fp8.kernels.backend import matmul_nt
+from dsv3fp8.model.linear import Linear
+from dsv3fp8.observe.bench import peers
+from dsv3fp8.observe.bench.casts import COPY, copy_way
+from dsv3fp8.observe.bench.operands import Setting, random
+from dsv3fp8.observe.bench.rates import Call, Case, Table, Way
+from dsv3fp8.observe.bench.sizes import LinearShape
+from dsv3fp8.ops.linear import transposed
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.precision.tiles import QuantizedTensor
+
+PEER = "nn.Linear BF16"
+UPSTREAM = "casts upstream"
+Set = tuple[Tensor, Tensor]  # x that requires a gradient, dy
+
+
+def linear_tables(setting: Setting) -> list[Table]:
+    """Replayed from a graph, the same launched by the host, and the weight casts, which happen once a step."""
+    shapes, tokens = setting.sizes.linears, setting.sizes.tokens
+    name = setting.recipe.name
+
+    def cases(graph: bool) -> list[Case]:
+        return [
+            Case(str(shape), 6.0 * tokens * shape.inputs * shape.outputs, partial(_ways, setting, shape, graph))
+            for shape in shapes
+        ]
+
+    about = (
+        f"{tokens} tokens; {name}: both casts of dY, the cast of x and its re-tile are counted, weight casts are not; "
+        f"{UPSTREAM}: x and dY arrive as codes, the re-tile of x is counted"
+    )
+    return [
+        Table("linear", "Linear, forward + backward", "TFLOP/s", PEER, about, cases(graph=True)),
+        Table(
+            "linear, launched by the host", "Linear, forward + backward, launched by the host", "TFLOP/s", PEER,
+            "the same without CUDA graphs: where launching takes longer than the chip, the rate is the host's",
+            cases(graph=False),
+        ),
+        Table(
+            "weight casts", "Weight casts, once an optimizer step", "GB/s", COPY,
+            "the FP32 master read once, codes for fprop and for dgrad written; the ratio is the share of a copy's rate",
+            [Case(str(s), 6.0 * s.inputs * s.outputs, partial(_weight_casts, setting, s)) for s in shapes],
+        ),
+    ]  # fmt: skip
+
+
+def _ways(setting: Setting, shape: LinearShape, graph: bool) -> list[Way]:
+    tokens, size = setting.sizes.tokens, shape.inputs + shape.outputs
+    sets = [
+        (random(setting, tokens, shape.inputs).requires_grad_(), random(setting, tokens, shape.outputs))
+        for _ in range(setting.clock.sets(2 * tokens * size))
+    ]
+    ways = [
+        Way(setting.recipe.name, partial(_ours, setting, shape, sets), graph=graph),
+        Way(PEER, partial(_torch, setting, shape, sets), graph=graph),
+    ]
+    if graph:
+        ways.append(Way(UPSTREAM, partial(_upstream, setting, shape, sets)))
+    if peers.TRANSFORMER_ENGINE in setting.peers:
+        ways.append(Way(peers.TRANSFORMER_ENGINE, partial(peers.te_linear, shape.inputs, shape.outputs, sets), graph=graph))
+    return ways
+
+
+def _layer(setting: Setting, shape: LinearShape) -> Linear:
+    with setting.device:
+        layer = Linear(setting.recipe, shape.op, shape.inputs, shape.outputs, shape.parts)
+    with torch.no_grad():
+        layer.weight.normal_(std=0.02)
+    return layer
+
+
+def _ours(setting: Setting, shape: LinearShape, sets: Sequence[Set]) -> list[Call]:
+    layer = _layer(setting, shape)
+
+    def call(x: Tensor, dy: Tensor) -> object:
+        operand = layer.quantizers.quantize("input", x.detach(), 1)
+        return torch.autograd.grad(layer(Activation(x, operand)), (x, layer.weight), dy)
+
+    return [partial(call, x, dy) for x, dy in sets]
+
+
+def _torch(setting: Setting, shape: LinearShape, sets: Sequence[Set]) -> list[Call]:
+    layer = nn.Linear(shape.inputs, shape.outputs, bias=False, device=setting.device, dtype=torch.bfloat16)
+
+    def call(x: Tensor, dy: Tensor) -> object:
+        return torch.autograd.grad(layer(x), (x, layer.weight), dy)
+
+    return [partial(call, x, dy) for x, dy in sets]
+
+
+def _upstream(setting: Setting, shape: LinearShape, sets: Sequence[Set]) -> list[Call]:
+    """The three GEMMs and the re-tile: what is left where the ops before and behind the linear cast as they write."""
+    layer = _layer(setting, shape)
+    quantizers, spec = layer.quantizers, layer.quantizers.gemm
+    weight, weight_t = layer.codes.fprop(layer.weight), layer.codes.dgrad(layer.weight)
+    calls: list[Call] = []
+    for x, dy in sets:
+        x_codes = quantizers.quantize("input", x.detach(), 1)
+        by_row = quantizers.quantize("gradient", dy, 1, col_parts=shape.parts)
+        by_column = quantizers.other_orientation("gradient", dy, by_row, col_parts=shape.parts)
+        if isinstance(by_column, QuantizedTensor):
+            by_column = _tokens_contiguous(by_column)
+
+        def call(x_codes=x_codes, by_row=by_row, by_column=by_column) -> object:  # type: ignore[no-untyped-def]
+            y = matmul_nt(x_codes, weight, torch.bfloat16, spec, "fprop")
+            dx = matmul_nt(by_row, weight_t, torch.bfloat16, spec, "dgrad")
+            x_columns = quantizers.retile("input", x_codes)
+            return y, dx, matmul_nt(transposed(by_column), transposed(x_columns), torch.float32, spec, "wgrad")
+
+        calls.append(call)
+    return calls
+
+
+def _tokens_contiguous(codes: QuantizedTensor) -> QuantizedTensor:
+    from dataclasses import replace
+
+    return replace(codes, codes=codes.codes.mT.contiguous().mT)
+
+
+def _weight_casts(setting: Setting, shape: LinearShape) -> list[Way]:
+    layer = _layer(setting, shape)
+
+    def call() -> object:
+        layer.codes.invalidate()
+        return layer.codes.fprop(layer.weight), layer.codes.dgrad(layer.weight)
+
+    return [Way("ours", lambda: [call], note="4 bytes read and 2 written an element"), copy_way(setting)]

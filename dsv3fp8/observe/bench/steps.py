@@ -1,0 +1,98 @@
+"""Whole training steps of a model under several recipes, on made-up ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsv3fp8.config import RunConfig, load_config
+from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.observe.bench.breakdown import breakdown
+from dsv3fp8.observe.bench.operands import Setting
+from dsv3fp8.observe.bench.rates import Case, Table, Way
+from dsv3fp8.observe.bench.sizes import StepSize
+from dsv3fp8.training.optimizer import AdamW
+from dsv3fp8.training.step import train_step
+
+LR = 1e-4
+
+
+class Trainer:
+    """A model in training under one recipe: data, forward, backward, clipping and update, as the training loop does them."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, setting: Setting) -> None:
+        device = setting.device
+        with torch.device("meta"):
+            model = Transformer(config.model, config.recipe)
+        model.to_empty(device=device)
+        with torch.no_grad():  # drawn on the device: drawing a billion weights on a host takes longer than all steps
+            for parameter in model.parameters():
+                _ = parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=config.model.init_std)
+            for buffer in model.buffers():
+                buffer.zero_()
+        model.invalidate_codes()
+        model.train()
+        self.config, self.model = config, model
+        self.optimizer = AdamW(model.parameter_groups(), config.optimizer)
+        training = config.training
+        self.batches = TrainBatches(corpus.train, training.batch, training.context, training.seed, config.data.workers)
+
+    def step(self) -> object:
+        training = self.config.training
+        batches = [next(self.batches) for _ in range(training.accumulate)]
+        return train_step(self.model, self.optimizer, batches, LR, training.clip)
+
+
+def step_config(size: StepSize, recipe: str) -> RunConfig:
+    """The settings of a run of this size on synthetic ids."""
+    return load_config(
+        [
+            f"model={size.model}", f"recipe={recipe}", f"optimizer={size.optimizer}", "data=synthetic",
+            f"data.vocab_size={size.vocabulary}", f"model.vocab_size={size.vocabulary}", f"training.batch={size.batch}",
+            f"training.context={size.context}", f"training.accumulate={size.accumulate}",
+            f"data.tokens={20 * size.tokens + 20_000}",
+        ]
+    )  # fmt: skip
+
+
+@contextmanager
+def trainers(setting: Setting, size: StepSize, recipes: list[str]) -> Iterator[dict[str, Trainer]]:
+    """A trainer for each recipe, all in memory at once, so that their steps take turns."""
+    with ExitStack() as stack:
+        configs = {recipe: step_config(size, recipe) for recipe in recipes}
+        corpus = open_corpus(configs[recipes[0]].data)
+        made = {recipe: Trainer(config, corpus, setting) for recipe, config in configs.items()}
+        for trainer in made.values():
+            stack.enter_context(trainer.batches)
+        yield made
+
+
+def step_table(size: StepSize, made: dict[str, Trainer]) -> Table:
+    """Tokens a second; the last recipe is the peer."""
+    ways = [Way(name, partial(_calls, trainer), graph=False) for name, trainer in made.items()]
+    about = (
+        f"{size.accumulate} × {size.batch} sequences of {size.context} tokens a step, synthetic ids, vocabulary "
+        f"{size.vocabulary:,}; weight casts, gradient clipping and the AdamW update are counted"
+    )
+    cases = [Case(f"{size.model}, {size.tokens:,} tokens a step", float(size.tokens), lambda: ways)]
+    return Table("step", f"Training steps of {size.model}", "tokens/s", list(made)[-1], about, cases)
+
+
+def _calls(trainer: Trainer) -> list[Any]:
+    return [trainer.step]
+
+
+def step_breakdown(setting: Setting, trainer: Trainer, ms: float | None) -> dict[str, Any]:
+    """Kernels of one step, and the GB that it allocates at most above what lies there between steps."""
+    cuda = setting.device.type == "cuda"
+    resting = torch.cuda.memory_allocated(setting.device) if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(setting.device)
+    found = breakdown(trainer.step, setting.device, ms)
+    peak = (torch.cuda.max_memory_allocated(setting.device) - resting) / 1e9 if cuda else None
+    return {**found, "peak_gb": peak}

@@ -1,0 +1,199 @@
+"""`dsv3fp8 bench`: every kind at tiny sizes on a CPU, what it writes, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv3fp8 import cli
+from dsv3fp8.observe.bench import casts, command, peers, timing
+from dsv3fp8.observe.bench.operands import Setting, recipe_named
+from dsv3fp8.observe.bench.rates import Case, Way
+from dsv3fp8.observe.bench.sizes import TINY
+from dsv3fp8.observe.bench.timing import Clock, race, run_case
+
+CPU = Clock(torch.device("cpu"), rounds=2)
+TABLES = {
+    "kernels": {
+        "casts", "fused", "grouped fprop", "grouped dgrad", "grouped wgrad", "grouped wgrad, bytes", "dense fprop",
+        "dense dgrad", "dense wgrad", "attention",
+    },
+    "linear": {"linear", "linear, launched by the host", "weight casts"},
+    "layer": {"layer"},
+    "step": {"step"},
+}  # fmt: skip
+
+
+def run(kind: str, out: Path, *words: str) -> dict[str, Any]:
+    assert cli.main(["bench", kind, "device=cpu", "sizes=tiny", "rounds=1", f"out={out}", *words]) == 0
+    data: dict[str, Any] = json.loads((out / f"{kind}.json").read_text(encoding="utf-8"))
+    return data
+
+
+@pytest.mark.parametrize("kind", ["kernels", "linear", "layer", "step"])
+def test_each_kind_writes_its_tables(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run(kind, tmp_path / "new" / "bench")
+    assert set(data) == {"about", "notes", "tables", "breakdowns"}
+    about = data["about"]
+    assert {"started", "device", "packages", "cuda", "commit", "command", "seconds", "recipes"} < set(about)
+    assert (about["kind"], about["rounds"], about["sizes"]) == (kind, 1, "tiny")
+    assert about["command"].startswith(f"dsv3fp8 bench {kind} device=cpu")
+    assert {table["name"] for table in data["tables"]} == TABLES[kind]
+    for table in data["tables"]:
+        assert set(table) == {"name", "title", "unit", "peer", "about", "cases"}
+        for case in table["cases"]:
+            assert (set(case), case["failed"]) == ({"case", "ways", "failed"}, "")
+            for name, way in case["ways"].items():
+                assert way["failed"] == "", (table["name"], case["case"], name)
+                assert len(way["samples"]) == 1
+                assert way["ms"] > 0
+                assert way["rate"] > 0
+                assert (way["ratio"] is None) == (table["peer"] == "")
+    page, text = (tmp_path / "new" / "bench" / f"{kind}.md").read_text(encoding="utf-8"), capsys.readouterr().out
+    assert page.startswith(f"# bench {kind}\n")
+    assert all(f"## {table['title']}\n" in page for table in data["tables"])
+    assert "the figures mean nothing" in page
+    assert f"see {tmp_path}" in text
+    breaks = data["breakdowns"]
+    assert list(breaks) == (["dsv3", "bf16"] if kind in ("layer", "step") else [])
+    for name, found in breaks.items():
+        assert found["launches"] > 100
+        assert sum(part["share"] for part in found["kinds"].values()) == pytest.approx(1.0)
+        assert f"## {name}: time by kernel" in page
+
+
+def test_some_parts_alone_and_other_recipes(tmp_path: Path) -> None:
+    assert {table["name"] for table in run("kernels", tmp_path, "only=attention")["tables"]} == {"attention"}
+    data = run("linear", tmp_path, "recipes=rowwise")
+    assert "rowwise" in data["tables"][0]["cases"][0]["ways"]
+
+
+def test_the_layer_beside_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda layer: layer)  # compiling takes longer than all other tests
+    data = run("layer", tmp_path, "recipes=bf16", "compiled=true")
+    (table,) = data["tables"]
+    assert table["peer"] == "torch.compile BF16"
+    assert [list(case["ways"]) for case in table["cases"]] == [["bf16", "torch BF16", "torch.compile BF16"]] * 2
+    assert all(way["failed"] == "" for case in table["cases"] for way in case["ways"].values())
+    assert list(data["breakdowns"]) == ["bf16", "torch BF16", "torch.compile BF16"]
+
+
+def test_peers_that_are_not_there_get_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MODULES", {peers.TRANSFORMER_ENGINE: "no_such_module", peers.DEEP_GEMM: "no_other"})
+    data = run("linear", tmp_path, "peers=true")
+    assert data["notes"][:2] == [
+        "Transformer Engine is left out: No module named 'no_such_module'",
+        "DeepGEMM is left out: No module named 'no_other'",
+    ]
+    assert all("Transformer Engine" not in case["ways"] for table in data["tables"] for case in table["cases"])
+
+
+def test_a_way_that_fails_leaves_its_reason_and_the_others() -> None:
+    def no() -> list[Any]:
+        raise ValueError("no kernel\nfor this")
+
+    calls = {"late": 0}
+
+    def late() -> None:
+        calls["late"] += 1
+        if calls["late"] > 2:
+            raise RuntimeError("gone")
+
+    ways = [Way("good", lambda: [lambda: None]), Way("bad", no), Way("late", lambda: [late])]
+    found = race(ways, CPU)
+    assert found["good"].ms is not None
+    assert (found["bad"].ms, found["bad"].failed) == (None, "ValueError: no kernel for this")
+    assert (found["late"].ms, found["late"].failed) == (None, "RuntimeError: gone")
+
+
+def test_a_case_whose_operands_fail_is_one_line() -> None:
+    def build() -> list[Way]:
+        raise torch.OutOfMemoryError("no room")
+
+    assert run_case(Case("c", 1.0, build), CPU) == ([], {}, "OutOfMemoryError: no room")
+
+
+def test_buffers_rotate_until_they_are_larger_than_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        L2_cache_size = 60_000_000
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    cuda = Clock(torch.device("cuda", 0))
+    assert [cuda.sets(size) for size in (200_000_000, 90_000_000, 45_000_000, 1)] == [1, 2, 4, 8]
+    assert CPU.sets(1) == 1
+    assert [timing._calls_in_a_sample(each, 6.0, sets) for each, sets in ((1.0, 1), (100.0, 1), (1.0, 4), (1e-9, 3))] == [
+        6, 1, 8, 63,
+    ]  # fmt: skip
+
+
+def test_each_part_names_its_bytes_as_the_tensors_have_them() -> None:
+    """The bytes that the casts' rows state are those of the tensors that go in and come out."""
+    setting = Setting(TINY, CPU, recipe_named("dsv3"))
+    for case in casts.cast_tables(setting)[0].cases[:-1]:
+        ours = case.build()[0]
+        (call,) = ours.make()
+        sources = [cell.cell_contents for cell in call.__closure__ or ()]
+        tensors = [x for x in sources if isinstance(x, torch.Tensor) or hasattr(x, "codes")]
+        assert case.work == sum(x.nbytes for x in tensors) + call().nbytes, case.name  # type: ignore[attr-defined]
+
+
+def test_without_a_hopper_gpu_one_line_says_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "hopper_reason", lambda device: "cpu has no FP8 tensor cores")
+    assert cli.main(["bench", "kernels", f"out={tmp_path}/out"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "dsv3fp8: error: bench kernels needs a Hopper GPU (H100, H200) and torch for CUDA 12.9 or later: "
+        "cpu has no FP8 tensor cores; device=cpu sizes=tiny tries the command out\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["kernel"], "bench kernel: there are kernels, linear, layer, step"),
+        (["kernels", "fast"], "fast: expected key=value, such as rounds=3 out=runs/bench"),
+        (["kernels", "round=3"], "round: no such key; did you mean rounds?"),
+        (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
+        (["kernels", "only=gemms"], "only=gemms: there are casts, fused, grouped, dense, attention"),
+        (["layer", "recipes="], "recipes is empty; give names with commas, such as recipes=dsv3,bf16"),
+        (["layer", "recipes=bf16,bf16"], "recipes=bf16,bf16 names one twice"),
+        (["layer", "recipes=dsv4", "device=cpu", "sizes=tiny"], "recipe=dsv4"),
+        (["step", "model=large"], "model=large: expected one of small, medium"),
+        (["step", "device=cpu"], "device=cpu measures nothing of use at full size: add sizes=tiny"),
+        (["step", "device=tpu"], "device=tpu must be one of"),
+        (["step", "peers=maybe"], "peers=maybe: expected true or false"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words, f"out={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dsv3fp8: error: ")
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["bench", "kernels", "device=cpu", "sizes=tiny", f"out={tmp_path}/file"]) == 2
+    captured = capsys.readouterr()
+    assert f"out={tmp_path}/file: " in captured.err
+    assert captured.out == ""
+
+
+def test_help_lists_every_kind_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {word} " in text for word in (*command.KINDS, "out", "rounds", "peers", "only", "recipes", "model"))
+    assert cli.main(["bench"]) == 2
+    assert cli.main(["--help"]) == 0
+    assert "\n  bench     Time kernels, a linear" in capsys.readouterr().out
