@@ -8,6 +8,7 @@ import triton.runtime.interpreter as interpreter
 from interpreted_triton import check, convert
 from torch import Tensor
 
+from dsv3fp8.kernels import elementwise
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.norm import triton as norm
 from dsv3fp8.kernels.quantize.columns import quantize_columns
@@ -17,6 +18,7 @@ from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
 from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor
 
 EPS = 1e-6
@@ -165,3 +167,20 @@ def test_rope(size: tuple[int, ...], kind: str) -> None:
         check(got[i][1], want[i][1])
         assert got[i][1].codes.mT.is_contiguous()
     same_bf16(got[2], want[2])
+
+
+def test_a_step_through_the_fused_kernels_reports_and_gives_what_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every gradient but those of norm weights, which are sums over tokens, is equal or next to it; records are the same."""
+    from support import build, gradients, nano, recipe, windows
+
+    config, given, ledgers = nano(), [], []
+    for against in ("not asked for", None):
+        monkeypatch.setattr(elementwise, "against_triton", lambda _, why=against: why)
+        with observe_ops() as ledger:
+            given.append(gradients(build(config, recipe("dsv3")), [windows(config)]))
+        ledgers.append(ledger)
+    assert ledgers[0].records == ledgers[1].records
+    assert not ledgers[1].unreported
+    assert not ledgers[1].unsaved
+    for name, want in given[0].items():
+        assert torch.nn.functional.cosine_similarity(want.flatten(), given[1][name].flatten(), 0) > 0.9999, name
