@@ -41,7 +41,7 @@ def page(data: dict[str, Any]) -> str:
         f"{about['started'][:10]} · {about['device']} · {packages} · commit {about['commit'] or 'unknown'}", "",
         f"    {about['command']}", "",
         f"Medians of {about['rounds']} rounds in which all ways of a row take turns, in one run of {about['seconds']:.0f} s.",
-        "In brackets: times the speed of the peer that is named above the table. † the host launches each kernel, and its time counts.",
+        "In brackets: times the speed of the peer named above the table. † the host launches each kernel, and its time counts.",
         "",
     ]  # fmt: skip
     return "\n".join([*head, *(f"- {note}" for note in data["notes"]), "", *(table.markdown() for table in shown(data))])
