@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 # Results are promised to the bit: no fast-math, and a fused multiply-add only where the source asks for one.
 OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 LIBRARIES = ("-lm",)
+DIGEST = hashlib.sha256().digest_size
 SECONDS = 120  # after which a compiler is taken to hang
 
 
@@ -36,13 +38,13 @@ class Library:
 def compiled(source: Path) -> Library:
     """The library made from a C file, compiled at the first call on a machine. Never raises for what a machine lacks."""
     name = os.environ.get("CC") or "cc"
-    compiler = shutil.which(name)
-    if compiler is None:
+    command = shlex.split(name)  # "ccache gcc" too
+    if not command or shutil.which(command[0]) is None:
         return Library(None, f"there is no C compiler ({name})")
     try:
-        library = _library_path(source, compiler)
-        if not library.is_file():
-            _compile(source, compiler, library)
+        library = _library_path(source, command)
+        if not _whole(library):
+            _compile(source, command, library)
         return Library(ctypes.CDLL(str(library)), f"compiled by {name}")
     except subprocess.CalledProcessError as error:
         return Library(None, f"{name} failed: {_first_line(error.stderr)}")
@@ -52,22 +54,40 @@ def compiled(source: Path) -> Library:
         return Library(None, f"the compiled kernel cannot be kept or loaded: {_first_line(str(error))}")
 
 
-def _library_path(source: Path, compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-    made_of = (source.read_text(encoding="utf-8"), os.path.realpath(compiler), version, *OPTIONS, *LIBRARIES, _cpu())
+def _library_path(source: Path, compiler: list[str]) -> Path:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    path = os.path.realpath(shutil.which(compiler[0]) or compiler[0])
+    made_of = (source.read_text(encoding="utf-8"), path, *compiler[1:], version, *OPTIONS, *LIBRARIES, _cpu())
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:20]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "dsv3fp8" / "kernels" / f"{source.stem}-{digest}.so"
 
 
-def _compile(source: Path, compiler: str, library: Path) -> None:
-    """Writes next to the library and renames: another process sees a whole library or none."""
+def _whole(library: Path) -> bool:
+    """Whether the file is there as it was written: loading one that was cut short kills the process."""
+    if not library.is_file():
+        return False
+    content = library.read_bytes()
+    return _digest(content[:-DIGEST]) == content[-DIGEST:]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _compile(source: Path, compiler: list[str], library: Path) -> None:
+    """Writes next to the library and renames: another process sees a whole library or none. Its digest stands behind it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{library.stem}-", suffix=".so", dir=library.parent)
     os.close(handle)
     try:
-        command = [compiler, *OPTIONS, str(source), "-o", temporary, *LIBRARIES]
+        command = [*compiler, *OPTIONS, str(source), "-o", temporary, *LIBRARIES]
         subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        content = Path(temporary).read_bytes()
+        with open(temporary, "ab") as file:  # what lies behind an ELF file's sections is not loaded
+            file.write(_digest(content))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, library)
     finally:
         with contextlib.suppress(FileNotFoundError):

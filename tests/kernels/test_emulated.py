@@ -63,6 +63,27 @@ def test_processes_that_start_at_once_find_each_a_whole_library(cache: Path) -> 
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.parametrize("kept", [0, 1000, 4096, 9000, -1])
+def test_a_library_that_was_cut_short_is_compiled_again(kept: int, cache: Path) -> None:
+    """In a process of its own: loading such a file ends with SIGBUS."""
+    assert emulated.reason_against_compiled(CPU) is None
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    # Unlinked first: this process runs the code of the old file.
+    library.unlink()
+    library.write_bytes(whole[:kept])
+    code = "import torch; from dsv3fp8.kernels.gemm.emulated import reason_against_compiled as r; print(r(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr
+    assert len(library.read_bytes()) == len(whole)
+
+
+def test_a_compiler_may_come_with_options(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc -g0")
+    assert emulated.reason_against_compiled(CPU) is None
+    assert len(list(cache.iterdir())) == 1
+
+
 @pytest.mark.parametrize("lacking", ["compiler", "a compiler that works", "a cache to write to", "a library that loads"])
 def test_what_a_machine_lacks_is_said_and_the_torch_definition_runs(
     lacking: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
