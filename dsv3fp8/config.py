@@ -142,13 +142,18 @@ def _kinds(keys: list[str]) -> dict[str, Any]:
     return kinds
 
 
+def no_such(key: str, kind: str, name: str, options: list[str]) -> str:
+    """One line about a choice that does not exist, with those that do."""
+    hint = "one at a time, please; " if "," in name else suggest(name, options) + " "
+    return f"{key}={name}: no such {kind}; {hint}there are {', '.join(options)}".replace("  ", " ")
+
+
 def _compose(choices: Mapping[str, str]) -> DictConfig:
     problems = []
     for group, name in choices.items():
         options = group_options(group)
         if name not in options and not (group == "experiment" and name == "null"):
-            hint = "one at a time, please; " if "," in name else suggest(name, options) + " "
-            problems.append(f"{group}={name}: no such {group}; {hint}there are {', '.join(options)}".replace("  ", " "))
+            problems.append(no_such(group, group, name, options))
     if problems:
         raise UserError("; ".join(problems))
     try:

@@ -96,13 +96,16 @@ def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) ->
     return _emulated(a.codes.device, why, spec) if spec.accumulator == "hopper" else Choice("reference", why)
 
 
+_LOOP = "a GEMM per expert: "
+
+
 def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype: torch.dtype) -> Choice:
     """The backend of the experts' GEMMs: one launch for all of them, or `choose_gemm`'s for one after the other ("loop").
 
     fprop, dgrad: a [rows, K] and the weights [E, N, K]; wgrad: dy [rows, N] and x [rows, K].
     """
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        return Choice("loop", "a GEMM per expert: not quantized")
+        return Choice("loop", f"{_LOOP}not quantized")
     against = hopper_reason(a.codes.device)
     if against is None and spec.accumulator == "fp32":
         against = "accumulator: fp32 was asked for"
@@ -117,7 +120,7 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
         against = grouped.reason_against_wgrad(a, b) if wgrad else grouped.reason_against_rows(a, b, out_dtype)
     if against is None:
         return Choice("gluon", "one launch for all experts, block-scaled FP8 on Hopper tensor cores, promoted every 128", True)
-    return Choice("loop", f"a GEMM per expert: {against}")
+    return Choice("loop", f"{_LOOP}{against}")
 
 
 def grouped_rows(
@@ -319,7 +322,9 @@ def _in_groups(alone: Choice, left: Operand, right: Operand, spec: GemmSpec, gem
     together = choose_grouped(left, right, spec, gemm, out_dtype)
     if together.backend != "loop":
         return together
-    return Choice(alone.backend, f"{together.reason}; each: {alone.reason}", alone.exact)
+    against = together.reason.removeprefix(_LOOP)
+    why = alone.reason if alone.reason.startswith(against) else f"{against}; each: {alone.reason}"
+    return Choice(alone.backend, f"{_LOOP}{why}", alone.exact)
 
 
 def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:

@@ -170,7 +170,8 @@ class Recipe:
             raise UserError(f"recipe.compute={self.compute}: quantized recipes compute in bf16; or set every format to none")
 
     def _validate_gemm(self, spec: GemmSpec) -> None:
-        where = f"recipe.promote_every (op {spec.op})" if self.ops.get(spec.op) else "recipe.promote_every"
+        own = (self.ops.get(spec.op) or {}).get("promote_every") is not None
+        where = f"recipe.ops.{spec.op}.promote_every" if own else "recipe.promote_every"
         quantized = [getattr(spec, r) for r in ROLES if getattr(spec, r).quantized]
         legal = spec.promote_every in PROMOTIONS or spec.promote_every == "never"
         if not legal and not (isinstance(spec.promote_every, int) and spec.promote_every in (256, 512, 1024, 2048, 4096)):

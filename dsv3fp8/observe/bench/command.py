@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,6 +28,7 @@ from dsv3fp8.observe.bench.rates import Table, judged
 from dsv3fp8.observe.bench.sizes import SIZES
 from dsv3fp8.observe.bench.steps import step_breakdown, step_table, trainers
 from dsv3fp8.observe.bench.timing import Clock, one_line, release, run_case
+from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.schema import build, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
         )
         return 1
     recipes = [recipe_named(name) for name in config.names]
-    out = _writable(Path(config.out).expanduser(), kind)
+    out = writable_directory(config.out, f"{kind}.json", f"{kind}.md")
     started = time.monotonic()
     found, left_out = peers.find() if config.peers else ({}, [])
     setting = Setting(SIZES[config.sizes], Clock(device, config.rounds), recipes[0], frozenset(found))
@@ -218,11 +218,3 @@ def _show(data: dict[str, Any]) -> None:
     for note in data["notes"]:
         print(note)
 
-
-def _writable(out: Path, kind: str) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{kind}.json").open("a").close()
-    except OSError as error:
-        raise UserError(f"out={out}: {error.strerror}; give a directory that can be written to") from error
-    return out

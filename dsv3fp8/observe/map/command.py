@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from dsv3fp8.config import RunConfig, group_options, load_config
+from dsv3fp8.config import GROUPS, RunConfig, group_options, load_config, no_such
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.map.difference import compare
 from dsv3fp8.observe.map.geometry import arrange
@@ -16,6 +15,7 @@ from dsv3fp8.observe.map.observed import Observed
 from dsv3fp8.observe.map.run import observe_block
 from dsv3fp8.observe.map.svg import render
 from dsv3fp8.observe.map.table import difference_table, map_table, missing_notice
+from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.precision.ledger import Ledger
 from dsv3fp8.schema import build, leaves, suggest
 from dsv3fp8.training.checks import device_problems, select_device
@@ -23,6 +23,8 @@ from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 
 HELP = ("-h", "--help", "help")
+MODEL_KEYS = ("model", "recipe", "model.KEY", "recipe.KEY")
+FILES = ("map.json", "map.svg", "map.html")
 
 
 @dataclass
@@ -51,7 +53,7 @@ class MapConfig:
             problems.append(f"seed={self.seed} must be at least 0")
         options = group_options("recipe")
         if self.against is not None and self.against not in options:
-            problems.append(f"against={self.against}: no such recipe; {suggest(self.against, options)}".rstrip())
+            problems.append(no_such("against", "recipe", self.against, options))
         raise_problems(problems)
 
 
@@ -61,6 +63,7 @@ def main(arguments: list[str]) -> int:
         print(help_text())
         return 0
     config, settings = parse(arguments)
+    out = writable_directory(config.out, *FILES)
     layer = _layer(config, settings)
     ledger, this = _observe(config, settings, layer)
     data: dict[str, Any] = {
@@ -81,12 +84,9 @@ def main(arguments: list[str]) -> int:
         print(f"\n{difference_table(changes, this, other)}")
     drawing = arrange(this, other)
     data["missing"] = drawing.missing
-    out = Path(config.out).expanduser()
-    texts = {
-        "map.json": json.dumps(data, indent=1), "map.svg": render(drawing), "map.html": page(drawing, changes),
-    }  # fmt: skip
-    _write(out, texts)
-    print(f"\nsee {', '.join(str(out / name) for name in texts)}")
+    for name, text in zip(FILES, (json.dumps(data, indent=1), render(drawing), page(drawing, changes)), strict=True):
+        (out / name).write_text(text, encoding="utf-8")
+    print(f"\nsee {', '.join(str(out / name) for name in FILES)}")
     notice = missing_notice(drawing)
     if notice:
         print(notice)
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> tuple[MapConfig, RunConfig]:
     """The command's own keys, and the settings that the other words choose. Raises UserError."""
-    own = {key for key, _, _ in leaves(MapConfig)}
+    own = [key for key, _, _ in leaves(MapConfig)]
     pairs, rest = {}, []
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -103,6 +103,8 @@ def parse(arguments: list[str]) -> tuple[MapConfig, RunConfig]:
             raise UserError(f"{argument}: expected key=value, such as recipe=dsv3 against=bf16")
         if key in own:
             pairs[key] = text
+        elif "." not in key and key not in (*GROUPS, "config"):
+            raise UserError(f"{key}: no such key; {suggest(key, [*own]) or 'there are ' + ', '.join((*own, *MODEL_KEYS))}")
         else:
             rest.append(argument)
     return build(MapConfig, pairs), load_config(rest)
@@ -140,11 +142,3 @@ def _observe(config: MapConfig, settings: RunConfig, layer: str) -> tuple[Ledger
 def _entry(observed: Observed, ledger: Ledger) -> dict[str, Any]:
     return {"recipe": observed.recipe, "kept_bytes_per_token": observed.kept_bytes(), "ledger": ledger.to_dict()}
 
-
-def _write(out: Path, texts: dict[str, str]) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"out={out}: {error.strerror}; give a directory that can be written to") from error
