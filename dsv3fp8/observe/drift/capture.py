@@ -16,6 +16,7 @@ from dsv3fp8.data.tokenizer import IdTokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.precision import ledger
+from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 from dsv3fp8.training.checkpoint import list_checkpoints, load_file, load_model
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
@@ -45,18 +46,19 @@ class OperandLedger(ledger.Ledger):
         self.last_layer = ""
         self._layer_of: dict[str, str] = {}
 
-    def note_kernel(self, op: str, gemm: str, backend: str, *operands: Operand) -> None:
-        super().note_kernel(op, gemm, backend, *operands)
-        quantized = [x for x in operands if isinstance(x, QuantizedTensor)]
-        if len(quantized) != 2 or any(0 in x.shape for x in quantized):
+    def look_at_gemm(self, spec: GemmSpec, gemm: str, operands: tuple[Operand, Operand], product: Tensor) -> None:
+        # One call per expert, also where one launch computes them all.
+        op, (a, b) = spec.op, operands
+        if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)) or 0 in (*a.shape, *b.shape):
             return
-        a, b = quantized
         if gemm == "fprop":
             newer = self._layer_of.get(op) != self.scope
             self._layer_of[op] = self.last_layer = self.scope
         else:
             newer = False
         if newer or (op, gemm) not in self.captured:
+            if gemm == "wgrad" and op.startswith("expert_"):
+                a, b = live_along_k(a, b)
             self.captured[op, gemm] = Captured(op, gemm, a, b)
 
     def of_last_layer(self) -> dict[tuple[str, str], Captured]:
@@ -80,6 +82,19 @@ def capture(run: Path, recipe: str, tokens: int, device: torch.device) -> Mappin
         losses = model(windows, None, ahead=False)
         model.objective(losses, losses.totals).backward()
     return observed.of_last_layer()
+
+
+def live_along_k(a: QuantizedTensor, b: QuantizedTensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Both operands without the zeros that end their K: on a GPU an expert's rows are padded to whole tiles with them."""
+    live = ((a.codes.view(torch.uint8) & 0x7F) != 0).any(0) | ((b.codes.view(torch.uint8) & 0x7F) != 0).any(0)
+    k = int(live.nonzero().max()) + 1 if bool(live.any()) else a.shape[1]
+    return a.transposed().rows(0, k).transposed(), b.transposed().rows(0, k).transposed()
+
+
+def check_run(run: Path) -> None:
+    """Raise UserError for a run whose newest checkpoint cannot be loaded: reads it whole, runs nothing."""
+    describe_run(run)
+    _load(run, "rowwise", torch.device("cpu"))
 
 
 def describe_run(run: Path) -> str:

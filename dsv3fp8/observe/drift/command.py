@@ -15,7 +15,7 @@ import torch
 
 import dsv3fp8
 from dsv3fp8.errors import UserError
-from dsv3fp8.observe.drift.capture import describe_run
+from dsv3fp8.observe.drift.capture import check_run, describe_run
 from dsv3fp8.observe.drift.claims import judge
 from dsv3fp8.observe.drift.experiments import EXPERIMENTS
 from dsv3fp8.observe.drift.figures import draw_figures
@@ -41,7 +41,7 @@ class DriftConfig:
     run: str | None = None
     # Directory to write drift.md, drift.json and the figures to.
     out: str = "runs/drift"
-    # small takes minutes on two CPU cores; full has more samples.
+    # small takes half a minute on two CPU cores; full has more samples.
     size: Literal["small", "full"] = "small"
     # Of everything that is drawn.
     seed: int = 0
@@ -53,6 +53,8 @@ class DriftConfig:
         problems = device_problems("device", self.device)
         if self.seed < 0:
             problems.append(f"seed={self.seed} must be at least 0")
+        if self.seed >= 2**63:
+            problems.append(f"seed={self.seed} must be below 2**63")
         raise_problems(problems)
 
 
@@ -144,7 +146,7 @@ def _run(config: DriftConfig) -> Path | None:
     if config.run is None:
         return None
     path = Path(config.run).expanduser()
-    describe_run(path)  # what is wrong with it is said before anything is measured
+    check_run(path)  # what is wrong with it is said before anything is measured
     return path
 
 

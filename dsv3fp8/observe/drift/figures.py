@@ -113,7 +113,7 @@ def _operands(rows: Sequence[Row], pyplot: Any) -> Any:
         range(len(groups)), [f"{linear} {gemm}, K = {lengths[linear, gemm]}" for linear, gemm in groups], fontsize=8
     )
     axes.set_ylim(-0.7, len(groups) - 0.3)
-    axes.set(xscale="log", xlabel=RMS, title="Sums of a checkpoint's own operands")
+    axes.set(xscale="log", xlabel=RMS, title="Sums of a checkpoint's own operands, emulated")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=3)
     return figure
@@ -141,9 +141,9 @@ def _mechanisms(rows: Sequence[Row], pyplot: Any) -> Any:
     from matplotlib.patches import Patch
 
     marks = [Patch(color=BLUE, label="product, quantization included"), Patch(color=ORANGE, label="the sum alone"),
-             Patch(facecolor="white", edgecolor=BLACK, hatch="xx", label="beyond the hardware: emulated")]  # fmt: skip
+             Patch(facecolor="white", edgecolor=BLACK, hatch="xx", label="beyond the hardware")]  # fmt: skip
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=9)
-    figure.suptitle(f"Tile scales and promotion apart, K = {rows[0]['k']}")
+    figure.suptitle(f"Tile scales and promotion apart, K = {rows[0]['k']}, sums emulated")
     return figure
 
 

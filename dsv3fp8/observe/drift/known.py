@@ -15,10 +15,19 @@ from dsv3fp8.observe.drift.study import Row
 WITHIN = 0.20
 SOURCE = "known figures measured on one NVIDIA H200 (torch 2.11, Triton 3.6, 2026-11-29)"
 
+SPLIT = (
+    "With fast accumulation cuBLASLt splits a long K into shorter chains, into how many depends on the shape of the product. "
+    "The known figures are of K in three parts, of products whose shape was not recorded"
+)
+DRAWN = "How tokens of unequal size were drawn for the known figure, and how often, was not recorded"
+
 
 @dataclass(frozen=True)
 class Known:
-    """One figure: what it is, its value, and where ours stands: an experiment, the fields that choose its row, the column."""
+    """One figure: what it is, its value, and where ours stands: an experiment, the fields that choose its row, the column.
+
+    conditions: what else it depends on, said where it is not met.
+    """
 
     what: str
     value: float
@@ -26,6 +35,7 @@ class Known:
     where: Mapping[str, Any]
     column: str
     emulated: bool = False
+    conditions: str = ""
 
 
 def _sums() -> list[Known]:
@@ -49,7 +59,8 @@ def _sums() -> list[Known]:
             for side, choose in (("emulated", emulated), ("GPU", gpu)):
                 if choose is not None:
                     where = {"data": data, "k": k, **choose}
-                    found.append(Known(f"{what}, K {k}, {side}", value, "length", where, "rms", beyond))
+                    conditions = SPLIT if choose is library else ""
+                    found.append(Known(f"{what}, K {k}, {side}", value, "length", where, "rms", beyond, conditions))
     return found
 
 
@@ -67,9 +78,12 @@ KNOWN: tuple[Known, ...] = (
     Known("re-tiled, fp32 scales: values changed", 0.98, "casts", {"cast": "1×128 → 128×1, fp32 scales"}, "changed"),
     Known("re-tiled, fp32 scales: error before", 2.6e-2, "casts", {"cast": "1×128 → 128×1, fp32 scales"}, "before"),
     Known("re-tiled, fp32 scales: error after", 3.6e-2, "casts", {"cast": "1×128 → 128×1, fp32 scales"}, "after"),
-    Known("tokens of σ 3, 128×128 scales: error a token", 0.185, "gradient_scales", {"scales": "128×128"}, "token"),
-    Known("tokens of σ 3, 1×128 scales: error a token", 0.026, "gradient_scales", {"scales": "1×128"}, "token"),
-    Known("tokens of σ 3, one scale: error a token", 0.43, "gradient_scales", {"scales": "one scale"}, "token"),
+    Known("tokens of σ 3, 128×128 scales: error a token", 0.185, "gradient_scales", {"scales": "128×128"}, "token",
+          conditions=DRAWN),
+    Known("tokens of σ 3, 1×128 scales: error a token", 0.026, "gradient_scales", {"scales": "1×128"}, "token",
+          conditions=DRAWN),
+    Known("tokens of σ 3, one scale: error a token", 0.43, "gradient_scales", {"scales": "one scale"}, "token",
+          conditions=DRAWN),
 )  # fmt: skip
 
 
@@ -87,6 +101,7 @@ def compare(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
             {
                 "what": known.what, "theirs": known.value, "emulated": known.emulated, "ours": ours, "ratio": ratio,
                 "within": None if ratio is None else abs(ratio - 1) <= WITHIN,
+                "conditions": known.conditions, "outputs": matching[0].get("samples") if matching else None,
                 "scatter": matching[0].get("scatter") if matching else None,
             }
         )  # fmt: skip

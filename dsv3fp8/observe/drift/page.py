@@ -24,7 +24,7 @@ def page(data: Mapping[str, Any], tables: Sequence[Table], figures: Sequence[str
     parts = [
         "# Drift of partial sums",
         f"{about['date']}, {about['device']}, {about['threads']} CPU threads, torch {about['torch']}, "
-        f"commit `{about['commit']}`, {about['seconds']:.0f} s. Size {about['size']}, seed {about['seed']}. Written by",
+        f"commit {_commit(about['commit'])}, {about['seconds']:.0f} s. Size {about['size']}, seed {about['seed']}. Written by",
         f"    {about['command']}",
         *(_sentence(note) for note in data["notes"]),
         "## What the figures say to the draft's claims",
@@ -49,6 +49,10 @@ def _claims(claims: Sequence[Mapping[str, str]]) -> list[str]:
     return ["\n".join(lines), "\n".join(details)]
 
 
+def _commit(commit: str | None) -> str:
+    return f"`{commit}`" if commit else "unknown (not run from a git checkout)"
+
+
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
@@ -60,6 +64,10 @@ def known_summary(known: Sequence[Mapping[str, Any]]) -> str:
     text = f"{len(measured) - len(missed)} of {len(measured)} {SOURCE} are met within 20 %"
     if missed:
         text += "; not " + ", ".join(f"“{row['what']}” ({row['ratio']:.2f} times)" for row in missed)
+        for conditions in dict.fromkeys(row["conditions"] for row in missed if row["conditions"]):
+            counts = {row["outputs"] for row in missed if row["conditions"] == conditions and row["outputs"]}
+            ours = f"; ours have {' and '.join(f'{n:,}' for n in sorted(counts, reverse=True))} outputs" if counts else ""
+            text += f". {conditions}{ours}"
     if len(measured) < len(known):
         text += f". {len(known) - len(measured)} more need a Hopper GPU"
     return text + "."

@@ -57,11 +57,18 @@ def _length(rows: Sequence[Row]) -> Iterator[Table]:
                 by_way = {row["way"]: row for row in same}
                 cells = [_cell(column, by_way[way][column]) for way in ways for column in columns]
                 lines.append((str(k), f"{same[0]['samples']:,}", *cells))
-            note = (
-                _SUMS if where == "emulated" else f"equal: share of outputs that equal the emulated ones in every bit. {_SUMS}"
-            )
+            note = _SUMS if where == "emulated" else f"{_equal([row for row in mine if row['where'] == where])} {_SUMS}"
             if ways:
                 yield Table("length", f"Error against K, {NAMES[kind]}, {title}", note, heads, lines)
+
+
+def _equal(rows: Sequence[Row]) -> str:
+    """Which emulated sums the ways of a table are compared with."""
+    parts = [
+        f"{' and '.join(way for way, _ in _grouped(same, 'way'))} with sums {promotion_name(promote)}"
+        for promote, same in _grouped(rows, "against")
+    ]
+    return f"equal: share of outputs that equal the emulated ones in every bit, {'; '.join(parts)}."
 
 
 def _interval(rows: Sequence[Row]) -> Table:
@@ -89,18 +96,18 @@ def _extremes(rows: Sequence[Row]) -> Table:
         for r in rows
     ]
     note = "What a sum of zero-mean products can be off by at worst, and what it is off by as a rule"
-    note += f"; means over {rows[0]['draws']} draws." if rows else "."
+    note += f"; emulated, means over {rows[0]['draws']} draws." if rows else "."
     return Table("extremes", "The largest error of one chain", note, heads, lines)
 
 
 def _cause(rows: Sequence[Row]) -> Table:
     heads = ("data", "K", "outputs", "additions", *_COLUMNS.values())
-    names = {"truncate": "truncated (the chip)", "nearest": "rounded to nearest"}
+    names = {"truncate": "truncated, as the chip does", "nearest": "rounded to nearest"}
     lines = [
         (NAMES[r["data"]], str(r["k"]), f"{r['samples']:,}", names[r["rounding"]], *(_cell(c, r[c]) for c in _COLUMNS))
         for r in rows
     ]
-    note = "The same chain with the same 13 fraction bits; no hardware rounds it to nearest."
+    note = "The same chain with the same 13 fraction bits, emulated in float64; no hardware rounds it to nearest."
     return Table("cause", "Few bits, or bits cut off? One chain, not promoted", note, heads, lines)
 
 
@@ -110,39 +117,48 @@ def _operands(rows: Sequence[Row]) -> Table:
         (("rowwise", 128), "every 128", ("rms", "signed", "common")),
         (("dsv3", 128), "tiles, every 128", ("rms", "signed")),
     )
-    heads = ("linear", "GEMM", "K", *(f"{name}: {_COLUMNS[c]}" for _, name, shown in columns for c in shown))
+    backends = _backends(rows)
+    heads = ["linear", "GEMM", "K"]
+    for _, name, shown in columns:
+        heads += [f"{name}: {_COLUMNS[c]}" for c in shown] + ([f"{name}, GPU: equal"] if backends else [])
     lines = []
     for (linear, gemm), same in _grouped(rows, "linear", "gemm"):
         by_way = {(row["recipe"], row["promote"]): row for row in same}
-        cells = [_cell(c, by_way[way][c]) if way in by_way else "" for way, _, shown in columns for c in shown]
+        cells = []
+        for way, _, shown in columns:
+            row = by_way.get(way, {})
+            cells += [_cell(c, row.get(c)) for c in shown] + ([_equal_cell(row)] if backends else [])
         lines.append((linear, gemm, str(same[0]["k"]), *cells))
     note = (
         "Operands of the checkpoint's last layer, as its kernels read them: under recipe rowwise, whose scales leave the "
         "interval free, and under dsv3. 128 rows by 128 columns of each product. K of a wgrad is tokens, and of an expert's "
-        "those routed to it under rowwise."
+        f"those routed to it under rowwise. {_measured(backends)}"
     )
-    return Table("operands", "Sums of a checkpoint's own operands", note, heads, lines)
+    return Table("operands", "Sums of a checkpoint's own operands", note, tuple(heads), lines)
 
 
 def _mechanisms(rows: Sequence[Row]) -> Table:
-    heads = ("data", "scales", "promotion", "product: rms", "product: max", "sum: rms", "sum: signed", "on the chip")
+    heads = ["data", "scales", "promotion", "product: rms", "product: max", "sum: rms", "sum: signed", "reachable on the chip"]
+    backends = _backends(rows)
+    heads += ["GPU: equal"] if backends else []
     lines = [
         (
             NAMES[r["data"]], r["scales"], promotion_name(r["promote"]), _cell("rms", r["total"]["rms"]),
             _cell("largest", r["total"]["largest"]), _cell("rms", r["sum"]["rms"]), _cell("signed", r["sum"]["signed"]),
-            "yes" if r["reachable"] else "no: emulated",
+            "yes" if r["reachable"] else "no", *([_equal_cell(r)] if backends else []),
         )
         for r in rows
     ]  # fmt: skip
     note = (
         "product: error against float64 of the values before quantization. sum: its error alone, against float64 of the "
         "decoded operands. All scales are powers of two. The tensor core has no place to apply tile scales inside a chain; "
-        "that cell is defined by products that carry their scales into the chain, where powers of two move exponents only."
+        "that cell is defined by products that carry their scales into the chain, where powers of two move exponents only. "
+        f"{_measured(backends)}"
     )
     sizes = {row["outlier"] for row in rows if row["outlier"]}
     note += "".join(f" The outlier channel is {size:,.0f} times larger than the others." for size in sizes)
     title = f"Tile scales and promotion apart, K = {rows[0]['k']}" if rows else ""
-    return Table("mechanisms", title, note, heads, lines)
+    return Table("mechanisms", title, note, tuple(heads), lines)
 
 
 def _outliers(rows: Sequence[Row]) -> Table:
@@ -155,7 +171,8 @@ def _outliers(rows: Sequence[Row]) -> Table:
         lines.append((f"{factor:,.0f}×", *cells))
     note = (
         "One channel of K is so many times larger than N(0,1), and the weights that read it as much smaller. flushed to zero, "
-        "error of values: of the activations outside that channel."
+        "error of values: of the activations outside that channel. "
+        "error of product: against float64 of the values before quantization, its sum emulated and promoted every 128."
     )
     return Table("outliers", "An outlier channel under tile and tensor scales", note, heads, lines)
 
@@ -196,6 +213,25 @@ def _known(rows: Sequence[Row]) -> Table:
     return Table("known", "Known figures, reproduced", note, heads, lines)
 
 
+def _backends(rows: Sequence[Row]) -> str:
+    """The backends that summed these rows on a GPU too; empty without one."""
+    return ", ".join(dict.fromkeys(row["gpu"]["backend"] for row in rows if row["gpu"]))
+
+
+def _measured(backends: str) -> str:
+    """Where a table's sums were computed."""
+    if not backends:
+        return "All sums here are emulated."
+    return (
+        f"All errors here are of emulated sums. GPU: the same operands, summed by the chip (backend {backends}); "
+        "equal: share of outputs that equal the emulated ones in every bit."
+    )
+
+
+def _equal_cell(row: Row) -> str:
+    return _cell("equal", row["gpu"]["equal"] if row.get("gpu") else None)
+
+
 def _grouped(rows: Sequence[Row], *names: str) -> list[tuple[Any, list[Row]]]:
     """(value, rows that have it) in order of appearance; a tuple of values for several names."""
     found: dict[Any, list[Row]] = {}
@@ -210,9 +246,15 @@ def _short(way: str) -> str:
 
 def _cell(column: str, value: float | None) -> str:
     write: dict[str, Callable[[float], str]] = {
-        "signed": lambda v: f"{v:+.1e}", "common": lambda v: f"{v:.3f}", "equal": _share, "flushed": _share,
+        "signed": lambda v: f"{v:+.1e}", "common": lambda v: f"{v:.3f}", "equal": _whole_share, "flushed": _share,
     }  # fmt: skip
     return "" if value is None else write.get(column, lambda v: f"{v:.2e}")(value)
+
+
+def _whole_share(value: float) -> str:
+    """A share that is 100 % only where it is all."""
+    text = _share(value)
+    return f"< {text}" if value < 1 and text == "100 %" else text
 
 
 def _share(value: float) -> str:

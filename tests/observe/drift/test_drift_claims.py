@@ -83,6 +83,11 @@ def cut_where_uniform(row: dict[str, Any]) -> None:
         row["common"] = 0.01
 
 
+def seven_times_where_normal(row: dict[str, Any]) -> None:
+    if (row["data"], row["scales"]) == ("normal", "tile"):
+        row["sum"] = {"rms": 7 * row["sum"]["rms"]}
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "verdict"),
     [
@@ -103,6 +108,9 @@ def cut_where_uniform(row: dict[str, Any]) -> None:
          change("mechanisms", lambda r: r["data"] == "normal" and r.update(total={"rms": 0.1})), PARTLY),
         ("they act on different errors",
          change("mechanisms", lambda r: r["scales"] == "tile" and r.update(sum={"rms": 1e-6})), NO),
+        ("they act on different errors",
+         change("mechanisms", lambda r: r["scales"] == "tile" and r.update(sum={"rms": 1e-1})), NO),
+        ("they act on different errors", change("mechanisms", seven_times_where_normal), PARTLY),
         ("nearly 2 % at K = 4096", change("extremes", lambda r: r.update(rms=1e-3, largest=0.019)), PARTLY),
         ("nearly 2 % at K = 4096", change("extremes", lambda r: r.update(rms=1e-3, largest=0.1)), NO),
     ],

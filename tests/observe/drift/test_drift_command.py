@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,17 @@ def test_rows_of_a_gpu_stand_beside_the_emulated_ones(monkeypatch: pytest.Monkey
     def on_chip(promote: Any, device: torch.device) -> tuple[sums.Way | None, str]:
         if promote == 64:
             return None, "no 64"
-        return sums.Way(f"GPU (x), {promote}", "gpu", promote, sums.emulation(promote).products), ""
+        return sums.Way(f"GPU (x), {promote}", "gpu", promote, promote, sums.emulation(promote).products), ""
+
+    def chip_block_scaled(a: Any, b: Any, promote: Any) -> tuple[str, torch.Tensor]:
+        got = sums.emulated_block_scaled(a, b, promote)
+        got[0, 0] += 1
+        return "x", got
 
     monkeypatch.setattr("dsv3fp8.kernels.backend.hopper_reason", lambda device: None)
     monkeypatch.setattr(sums, "on_chip", on_chip)
     monkeypatch.setattr("dsv3fp8.observe.drift.experiments.length.on_chip", on_chip)
+    monkeypatch.setattr(sums, "chip_block_scaled", chip_block_scaled)
     data = command.measure_all(study())
     data["about"] |= {"date": "2026-11-30", "command": "dsv3fp8 drift", "size": "small", "seconds": 1.0}
     gpu = [row for row in data["rows"]["length"] if row["where"] == "gpu"]
@@ -79,6 +86,11 @@ def test_rows_of_a_gpu_stand_beside_the_emulated_ones(monkeypatch: pytest.Monkey
     assert all(row["rms"] < 1e-5 for row in gpu if row["promote"] is None)
     tables = tables_of(data)
     assert any(table.title == "Error against K, N(0,1), on the GPU" for table in tables)
+    (apart,) = [table for table in tables if table.name == "mechanisms"]
+    assert apart.heads[-2:] == ("reachable on the chip", "GPU: equal")
+    assert {row[-2:] for row in apart.rows} == {("yes", "< 100 %"), ("no", "")}  # 4095 of 4096
+    assert [row["gpu"] for row in data["rows"]["mechanisms"][:2]] == [{"backend": "x", "equal": 1 - 1 / 4096}, None]
+    assert "(backend x)" in apart.note
     lengths = {name: rows if name == "length" else [] for name, rows in data["rows"].items()}
     assert command.draw_figures(lengths, tmp_path) == ["length"]
     names = ["length"]
@@ -87,6 +99,55 @@ def test_rows_of_a_gpu_stand_beside_the_emulated_ones(monkeypatch: pytest.Monkey
     assert measured["U(0,1), one chain, K 1024, GPU"]["within"]
     assert not measured["U(0,1), cuBLASLt, K 1024, GPU"]["within"]
     assert "“U(0,1), cuBLASLt, K 1024, GPU” (0.00 times)" in page(data, tables, names)
+    assert "whose shape was not recorded; ours have 256 outputs." in page(data, tables, names)
+
+
+def test_cublaslt_is_compared_with_the_sums_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast accumulation is one chain, no fast accumulation is promoted every 128; the table says so."""
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, use_fast_accum: bool, **__: Any) -> torch.Tensor:
+        return sums.emulated_products(a, b.mT, "never" if use_fast_accum else 128)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    ways = (*sums.Sums.of(torch.device("cpu")).ways, sums.cublaslt(fast=True), sums.cublaslt(fast=False))
+    rows = EXPERIMENTS["length"](replace(study(), sums=sums.Sums(ways, ())))
+    library = [row for row in rows if row["way"].startswith("cuBLASLt")]
+    assert {row["k"] for row in library} == {128, 256, 512, 1024}
+    assert [row["equal"] for row in library] == [1.0] * len(library)
+    nothing = dict.fromkeys(EXPERIMENTS, ())
+    notes = [table.note for table in tables_of({"rows": {**nothing, "length": rows}, "known": []}) if "GPU" in table.title]
+    assert len(notes) == 2
+    assert all(
+        "in every bit, cuBLASLt, fast accumulation with sums not promoted; "
+        "cuBLASLt, no fast accumulation with sums promoted every 128." in note
+        for note in notes
+    )
+
+
+def test_a_page_of_a_cpu_claims_nothing_of_a_chip() -> None:
+    data = command.measure_all(study())
+    shown = {table.name: table for table in tables_of(data)}
+    assert not any(
+        "GPU" in head or "on the chip" in head.removeprefix("reachable on the chip") for t in shown.values() for head in t.heads
+    )
+    assert {row[-1] for row in shown["mechanisms"].rows} == {"yes", "no"}
+    for name in ("mechanisms", "outliers", "extremes", "cause"):
+        assert "emulated" in shown[name].note
+
+
+@pytest.mark.parametrize("commit", ["0123abc", None])
+def test_a_page_names_its_commit_or_says_that_there_is_none(commit: str | None) -> None:
+    data = command.measure_all(study())
+    data["about"] |= {"date": "2026-11-30", "command": "dsv3fp8 drift", "size": "small", "seconds": 1.0, "commit": commit}
+    header = page(data, tables_of(data), []).splitlines()[2]
+    assert header.startswith("2026-11-30, ")
+    assert ("commit `0123abc`, " if commit else "commit unknown (not run from a git checkout), ") in header
+
+
+def test_the_largest_seed_draws() -> None:
+    largest = command.parse([f"seed={2**63 - 1}"]).seed
+    first, other = (study(seed).generator("normal 128").initial_seed() for seed in (largest, largest - 1))
+    assert first != other
 
 
 @pytest.mark.parametrize(
@@ -95,6 +156,7 @@ def test_rows_of_a_gpu_stand_beside_the_emulated_ones(monkeypatch: pytest.Monkey
         (["sized=full"], "sized"),
         (["size=huge"], "size=huge"),
         (["seed=-1"], "seed=-1 must be at least 0"),
+        (["seed=99999999999999999999"], "seed=99999999999999999999 must be below 2**63"),
         (["fast"], "fast: expected key=value, such as run=runs/tiny-dsv3 out=runs/drift"),
         (["device=tpu"], "device=tpu must be one of"),
         (["run=nowhere"], "run=nowhere has no checkpoint: give the run directory of `dsv3fp8 train`"),

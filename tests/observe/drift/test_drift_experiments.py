@@ -1,6 +1,8 @@
 """Every experiment's rows: what has to hold at any size, and what follows from the formats alone."""
 
+import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,19 @@ import pytest
 import torch
 from small_study import fewer_draws, study
 
+from dsv3fp8 import cli
 from dsv3fp8.config import load_config
 from dsv3fp8.data.tokenizer import ByteTokenizer, IdTokenizer
 from dsv3fp8.errors import UserError
-from dsv3fp8.observe.drift.capture import capture, describe_run
+from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.quantize.reference import quantize
+from dsv3fp8.observe.drift import sums
+from dsv3fp8.observe.drift.capture import capture, describe_run, live_along_k
 from dsv3fp8.observe.drift.experiments import EXPERIMENTS
-from dsv3fp8.precision import accumulator
+from dsv3fp8.observe.drift.tables import tables_of
+from dsv3fp8.precision import accumulator, ledger
+from dsv3fp8.precision.formats import E4M3
+from dsv3fp8.precision.tiles import QuantizedTensor, Tile
 from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.setup import build
 from dsv3fp8.training.state import TrainingState, checkpoint_files
@@ -40,7 +49,8 @@ def test_sums_are_measured_for_every_k_and_grow_worse_unless_promoted(rows: Rows
             [row for row in rows["length"] if (row["data"], row["promote"]) == (data, p)] for p in ("never", 128)
         )
         assert [row["k"] for row in chain] == [row["k"] for row in promoted] == [128, 256, 512, 1024]
-        assert chain[0] | {"way": "", "promote": ""} == promoted[0] | {"way": "", "promote": ""}  # one chain of 128
+        names = {"way": "", "promote": "", "against": ""}
+        assert chain[0] | names == promoted[0] | names  # one chain of 128
         assert chain[-1]["rms"] > 3 * promoted[-1]["rms"]
         assert all(row["samples"] == 16 * 16 for row in chain)
 
@@ -169,6 +179,82 @@ def test_rows_of_real_operands_name_linear_gemm_and_k(
     assert all(row["samples"] <= 128 * 128 for row in rows)
 
 
+def test_real_operands_are_summed_on_the_chip_too(run: Path, taken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip whose first output is off: of sums of equal operands all others are equal."""
+    module = sys.modules[EXPERIMENTS["operands"].__module__]
+    monkeypatch.setattr(module, "capture", lambda path, recipe, tokens, device: taken[recipe])
+    rows = EXPERIMENTS["operands"](study(run=run))
+    assert all(row["gpu"] is None for row in rows)
+    (table,) = tables_of({"rows": {**dict.fromkeys(EXPERIMENTS, ()), "operands": rows}, "known": []})
+    assert not any("GPU" in head for head in table.heads)
+    assert "All sums here are emulated." in table.note
+
+    def chip_block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote: Any) -> tuple[str, torch.Tensor]:
+        got = accumulator.block_scaled(a, b, promote)
+        got[0, 0] += 1
+        return "x", got
+
+    monkeypatch.setattr(sums, "chip_block_scaled", chip_block_scaled)
+    rows = EXPERIMENTS["operands"](study(run=run))
+    assert all(row["gpu"] == {"backend": "x", "equal": pytest.approx(1 - 1 / row["samples"])} for row in rows)
+    (table,) = tables_of({"rows": {**dict.fromkeys(EXPERIMENTS, ()), "operands": rows}, "known": []})
+    assert sum(head.endswith("GPU: equal") for head in table.heads) == 3
+    assert all(len(row) == len(table.heads) for row in table.rows)
+    assert "(backend x)" in table.note
+
+
+@pytest.mark.parametrize("tile", [Tile(1, None), Tile(1, 128)])
+def test_padding_at_the_end_of_k_is_no_part_of_it(tile: Tile) -> None:
+    x = torch.randn(3, 384)
+    x[:, 226:] = 0
+    x[:, 225] = 1
+    padded = quantize(x, E4M3, tile)
+    cut, other = live_along_k(padded, quantize(torch.randn(5, 384) * (x[:1] != 0), E4M3, tile))
+    assert cut.shape == (3, 226)
+    assert other.shape == (5, 226)
+    assert torch.equal(cut.decode(), padded.decode()[:, :226])
+
+
+def test_experts_in_one_launch_give_the_operands_of_one_expert(
+    run: Path, taken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel for all experts is handed stacked weights and all rows; what is kept is one expert's, as from a loop."""
+
+    def rows_together(a: Any, weights: Any, groups: Any, out_dtype: Any, spec: Any, gemm: str) -> torch.Tensor:
+        if (log := ledger.active()) is not None:
+            log.note_kernel(spec.op, gemm, "together", a, weights)
+        blocks = [(a.rows(128 * i, 128 * i + 128).decode(), weights[int(e)].decode()) for i, e in enumerate(groups)]
+        return torch.cat([left @ right.mT for left, right in blocks]).to(out_dtype)
+
+    def wgrad_together(dy: Any, x: Any, blocks: torch.Tensor, out_dtype: Any, spec: Any) -> torch.Tensor:
+        if (log := ledger.active()) is not None:
+            log.note_kernel(spec.op, "wgrad", "together", dy, x)
+        ends = [128 * int(block) for block in blocks]
+        parts = [dy.decode()[i:j].mT @ x.decode()[i:j] for i, j in pairwise(ends)]
+        return torch.stack(parts).to(out_dtype)
+
+    monkeypatch.setattr(backend, "grouped_rows", rows_together)
+    monkeypatch.setattr(backend, "grouped_wgrad", wgrad_together)
+    together = capture(run, "dsv3", 64, torch.device("cpu"))
+    assert set(together) == set(taken["dsv3"])
+    for key, found in together.items():
+        assert (found.a.shape, found.b.shape) == (taken["dsv3"][key].a.shape, taken["dsv3"][key].b.shape), key
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_measured(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "run"
+    shutil.copytree(run, broken)
+    (model,) = broken.rglob("model.pt")
+    model.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
+    assert cli.main(["drift", f"run={broken}", f"out={tmp_path / 'out'}", "device=cpu"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "model.pt is damaged" in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_without_a_run_or_a_checkpoint_there_are_none(tmp_path: Path, rows: Rows) -> None:
     assert rows["operands"] == []
     with pytest.raises(UserError, match=r"run=.* has no checkpoint"):
@@ -189,6 +275,15 @@ def test_the_chip_adds_as_the_emulation_says() -> None:
         rows = [row for row in EXPERIMENTS[name](given) if row["where"] == "gpu"]
         assert rows
         assert all(row["equal"] == 1.0 for row in rows if row["promote"] is not None)
+
+
+@pytest.mark.gpu
+def test_the_chip_sums_real_and_scaled_operands_as_the_emulation_says(run: Path) -> None:
+    for name, count in (("operands", 3 * 27), ("mechanisms", 9)):
+        rows = EXPERIMENTS[name](study(device="cuda", run=run))
+        measured = [row["gpu"] for row in rows if row.get("reachable", True)]
+        assert len(measured) == count
+        assert all(found is not None and found["equal"] == 1.0 for found in measured)
 
 
 @pytest.mark.gpu

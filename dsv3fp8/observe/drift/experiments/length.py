@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv3fp8.observe.drift.errors import measure
 from dsv3fp8.observe.drift.study import Row, Study
-from dsv3fp8.observe.drift.sums import Way, emulated_products, emulation, on_chip
+from dsv3fp8.observe.drift.sums import Promotion, Way, emulated_products, emulation, equal_share, on_chip
 from dsv3fp8.precision.formats import E4M3, decode
 
 DATA = ("uniform", "normal")
@@ -70,20 +70,20 @@ def _operands(study: Study, data: str, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _compared(ways: list[Way], a: Tensor, b: Tensor, data: str) -> list[Row]:
-    """A row per way; `equal` is the share of outputs that equal the emulated ones of the same promotion in every bit."""
+    """A row per way; `equal` is the share of outputs that equal those emulated with promotion `against` in every bit."""
     want = exact(a, b)
-    emulated: dict[int | str | None, Tensor] = {}
+    emulated: dict[Promotion, Tensor] = {}
     rows = []
     for way in ways:
         got = way.products(a, b)
+        twin = emulated.get(way.against)
         if way.where == "emulated":
-            emulated[way.promote] = got
-        twin = emulated.get("never" if way.promote is None else way.promote)
-        equal = None if way.where == "emulated" or twin is None else float((got == twin).double().mean())
+            emulated[way.against] = got
+        equal = None if way.where == "emulated" or twin is None else equal_share(got, twin)
         rows.append(
             {
                 "data": data, "k": a.shape[1], "way": way.name, "where": way.where, "promote": way.promote,
-                "samples": want.numel(), **measure(got, want).to_dict(), "equal": equal,
+                "against": way.against, "samples": want.numel(), **measure(got, want).to_dict(), "equal": equal,
             }
         )  # fmt: skip
     return rows

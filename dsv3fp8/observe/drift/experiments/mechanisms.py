@@ -13,7 +13,7 @@ from dsv3fp8.observe.drift.chain import chain
 from dsv3fp8.observe.drift.errors import measure
 from dsv3fp8.observe.drift.experiments.length import MIDDLE
 from dsv3fp8.observe.drift.study import Row, Study
-from dsv3fp8.observe.drift.sums import ONE_SCALE, Promotion, emulated_block_scaled
+from dsv3fp8.observe.drift.sums import ONE_SCALE, Promotion, emulated_block_scaled, on_chip_too
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.tiles import BLOCK_128, ROW_128, QuantizedTensor
 
@@ -24,7 +24,10 @@ DATA = ("normal", "outliers", "uniform")
 
 
 def mechanisms(study: Study) -> list[Row]:
-    """Rows by data, scales and promotion: `total` against the product before quantization, `sum` against decoded operands."""
+    """Rows by data, scales and promotion: `total` against the product before quantization, `sum` against decoded operands.
+
+    Both are of emulated sums. gpu: of a cell that a Hopper GPU can compute, on one: what it computes beside the emulation.
+    """
     k = min(MIDDLE, study.size.longest)
     rows = []
     for data in DATA:
@@ -39,6 +42,7 @@ def mechanisms(study: Study) -> list[Row]:
                     {
                         "data": data, "k": k, "scales": scales, "promote": promote, "samples": got.numel(),
                         "reachable": reachable(scales, promote), "outlier": OUTLIER if data == "outliers" else None,
+                        "gpu": on_chip_too(a, b, promote, got) if reachable(scales, promote) else None,
                         "total": measure(got, before).to_dict(), "sum": measure(got, decoded).to_dict(),
                     }
                 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv3fp8.observe.drift.capture import Captured, capture
 from dsv3fp8.observe.drift.errors import measure
 from dsv3fp8.observe.drift.study import Row, Study
-from dsv3fp8.observe.drift.sums import emulated_block_scaled
+from dsv3fp8.observe.drift.sums import emulated_block_scaled, on_chip_too
 from dsv3fp8.precision.tiles import QuantizedTensor
 
 SIDE = 128  # rows and columns taken of each product
@@ -18,7 +18,10 @@ WAYS = (("rowwise", "never"), ("rowwise", 128), ("dsv3", 128))
 
 
 def operands(study: Study) -> list[Row]:
-    """Rows by linear, GEMM, recipe and promotion; none without a run."""
+    """Rows by linear, GEMM, recipe and promotion; none without a run.
+
+    Errors are of the emulated sums. gpu: on a Hopper GPU, the backend and the share of its outputs that equal them.
+    """
     if study.run is None:
         return []
     rows = []
@@ -29,11 +32,12 @@ def operands(study: Study) -> list[Row]:
             if source is None or not (wanted := _product_exactly(source)):
                 continue
             a, b, want = wanted
-            error = measure(emulated_block_scaled(a, b, promote), want)
+            got = emulated_block_scaled(a, b, promote)
             rows.append(
                 {
                     "linear": found.op, "gemm": found.gemm, "k": a.shape[1], "recipe": recipe, "promote": promote,
-                    "samples": want.numel(), **error.to_dict(),
+                    "samples": want.numel(), **measure(got, want).to_dict(),
+                    "gpu": on_chip_too(a, b, promote, got),
                 }
             )  # fmt: skip
     return rows
