@@ -96,7 +96,7 @@ REFUSED = {
     ),
     "no promotion with tiles in one op": (
         {"ops": {"q_b": {"weight": {"format": "e4m3", "tile": "128x128"}, "promote_every": "never"}}},
-        r"recipe\.promote_every \(op q_b\)=never.*constant along K",
+        r"recipe\.ops\.q_b\.promote_every=never.*constant along K",
     ),
     "a short promotion of plain sums": (
         {"roles": {"input": {"format": "e4m3"}}, "promote_every": 32},
