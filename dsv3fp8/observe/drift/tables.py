@@ -86,7 +86,8 @@ def _interval(rows: Sequence[Row]) -> Table:
             cells += [_cell(column, by_where.get("gpu", {}).get(column)) for column in ("rms", "equal")] if on_gpu else []
         lines.append(tuple(cells))
     title = f"Error against the promotion interval, K = {rows[0]['k']}" if rows else ""
-    return Table("interval", title, _SUMS, tuple(heads), lines)
+    note = f"equal: share of outputs that equal the emulated ones beside them in every bit. {_SUMS}" if on_gpu else _SUMS
+    return Table("interval", title, note, tuple(heads), lines)
 
 
 def _extremes(rows: Sequence[Row]) -> Table:
@@ -132,7 +133,7 @@ def _operands(rows: Sequence[Row]) -> Table:
     note = (
         "Operands of the checkpoint's last layer, as its kernels read them: under recipe rowwise, whose scales leave the "
         "interval free, and under dsv3. 128 rows by 128 columns of each product. K of a wgrad is tokens, and of an expert's "
-        f"those routed to it under rowwise. {_measured(backends)}"
+        f"those routed to it under rowwise, without padding. {_measured(backends)}"
     )
     return Table("operands", "Sums of a checkpoint's own operands", note, tuple(heads), lines)
 

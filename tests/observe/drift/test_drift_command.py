@@ -86,6 +86,8 @@ def test_rows_of_a_gpu_stand_beside_the_emulated_ones(monkeypatch: pytest.Monkey
     assert all(row["rms"] < 1e-5 for row in gpu if row["promote"] is None)
     tables = tables_of(data)
     assert any(table.title == "Error against K, N(0,1), on the GPU" for table in tables)
+    (interval,) = [table for table in tables if table.name == "interval"]
+    assert interval.note.startswith("equal: share of outputs that equal the emulated ones beside them")
     (apart,) = [table for table in tables if table.name == "mechanisms"]
     assert apart.heads[-2:] == ("reachable on the chip", "GPU: equal")
     assert {row[-2:] for row in apart.rows} == {("yes", "< 100 %"), ("no", "")}  # 4095 of 4096
