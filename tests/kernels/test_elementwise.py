@@ -66,6 +66,25 @@ def test_nothing_spills_and_no_division_is_approximate(case: str, cols: int, com
         assert not re.search(r"div\.(full|approx)", kernel.asm["ptx"])
 
 
+@pytest.mark.parametrize(("heads", "nope", "turned", "v_width"), [(1, 1, 2, 1), (2, 16, 8, 24)])
+def test_rope_of_small_models_compiles(heads: int, nope: int, turned: int, v_width: int, compiled: list[Any]) -> None:
+    """Down to blocks in which a thread has one value."""
+    widths = ((heads, nope + turned), (heads, nope + v_width), (turned,))
+    q, kv, k_rope = (torch.zeros(1, 128, *width).bfloat16() for width in widths)
+    table = torch.zeros(1, 128, turned // 2)
+    rope.forward(q, kv, k_rope, table, table)
+    rope.backward_cast(q, q, kv[..., :v_width], table, table, (E4M3, "fp32"), (E4M3, "pow2"))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("cols", [1, 24])
+def test_norms_and_swiglu_of_small_models_compile(cols: int, compiled: list[Any]) -> None:
+    names = [name for name in launches(cols) if "rope" not in name]
+    for name in names:
+        launches(cols)[name]()
+    assert len(compiled) >= len(names)
+
+
 def draw(rows: int, cols: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator) * torch.exp(2 * torch.randn(rows, 1, generator=generator))

@@ -16,6 +16,7 @@ from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor, ceil_d
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
+PAIRS_FROM = tl.constexpr(1024)  # values of a block, so that each thread of eight warps has two and more
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # its fma rounds twice, and it knows no PTX
 
 
@@ -62,14 +63,19 @@ def reciprocal(x):
 
 @triton.jit
 def rounded_to_bf16(values):
-    """fp32 rounded to BF16's significand, two at a time: a conversion of one takes as long as four of two."""
-    if INTERPRETED:
-        return values.to(tl.bfloat16).to(tl.float32)
-    bits = tl.inline_asm_elementwise(
-        "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
-        "=r,=r,f,f", [values], dtype=tl.int32, is_pure=True, pack=2,
-    )  # fmt: skip
-    return bits.to(tl.float32, bitcast=True)
+    """fp32 rounded to BF16's significand, two at a time: a conversion of one takes as long as four of two.
+
+    A block so small that a thread may have one value alone is converted one by one.
+    """
+    if INTERPRETED or values.numel < PAIRS_FROM:
+        rounded = values.to(tl.bfloat16).to(tl.float32)
+    else:  # not behind a return: what follows one is compiled all the same
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            "=r,=r,f,f", [values], dtype=tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+        rounded = bits.to(tl.float32, bitcast=True)
+    return rounded
 
 
 @triton.jit

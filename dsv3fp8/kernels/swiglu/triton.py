@@ -271,4 +271,4 @@ def _backward_kernel(
     first = tile_r * (2 * cols) + c
     s_gate, s_up = _scales(pair, 0, LIMIT, LIMIT_BITS, POW2)
     _store_scaled(_low(pair), s_gate, 0, codes_t, scale_t, into, inside, first, exists)
-    _store_scaled(_high(pair), s_up, 0, codes_t, scale_t, into + cols.to(tl.int64) * rows, inside, first + cols, exists)
+    _store_scaled(_high(pair), s_up, 0, codes_t, scale_t, into + tl.cast(cols, tl.int64) * rows, inside, first + cols, exists)
