@@ -24,6 +24,7 @@ from dsv3fp8.observe.drift.page import known_summary, page
 from dsv3fp8.observe.drift.study import Row, Study, size_for
 from dsv3fp8.observe.drift.sums import Sums
 from dsv3fp8.observe.drift.tables import tables_of
+from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.schema import build, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
         return 0
     config = parse(arguments)
     device = select_device(config.device)
-    out = _writable(Path(config.out).expanduser())
+    out = writable_directory(config.out, "drift.json")
     study = Study(config.seed, size_for(config.size, device), device, Sums.of(device), _run(config))
     started = time.monotonic()
     data = measure_all(study)
@@ -78,8 +79,8 @@ def main(arguments: list[str]) -> int:
     tables = tables_of(data)
     _show(data, tables)
     names = draw_figures(data["rows"], out)
-    _write(out / "drift.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-    _write(out / "drift.md", page(data, tables, names))
+    (out / "drift.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "drift.md").write_text(page(data, tables, names), encoding="utf-8")
     print(f"\nsee {out / 'drift.md'}, {out / 'drift.json'} and {len(names)} figures beside them")
     return 0
 
@@ -148,16 +149,3 @@ def _run(config: DriftConfig) -> Path | None:
     path = Path(config.run).expanduser()
     check_run(path)  # what is wrong with it is said before anything is measured
     return path
-
-
-def _writable(out: Path) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "drift.json").open("a").close()
-    except OSError as error:
-        raise UserError(f"out={out}: {error.strerror}; give a directory that can be written to") from error
-    return out
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
