@@ -4,8 +4,9 @@
 
 Runs one forward, backward and update of a model (nano unless model= is given) under recipe dsv3 with accumulator=hopper on
 the CPU and on DEVICE (cuda), from the same weights on the same tokens. Two tables in Markdown: the GEMMs and casts of
-DEVICE, each computed again on the CPU from the inputs it had there; and what every op emitted in both steps, side by side.
-The first table has to say 100 %. The second shows where the devices part: at ops whose order of summation is a library's.
+DEVICE, each computed again on the CPU from the inputs it had there (casts inside a fused kernel, whose input nobody else
+sees, are not among them); and what every op emitted in both steps, side by side. The first table has to say 100 %. The
+second shows where the devices part: at ops whose order of summation is a library's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 The interpreter runs interpreted_elementwise.py in a process of its own, because TRITON_INTERPRET=1 holds for a whole process.
 """
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -20,6 +21,8 @@ pytest.importorskip("triton", minversion="3.6")
 from test_triton import check
 from test_triton_compiles import compiled, resources
 
+from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.norm import triton as norm
 from dsv3fp8.kernels.quantize.device import row_tiles
@@ -28,6 +31,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
+from dsv3fp8.precision import flush
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128
 
@@ -83,6 +87,29 @@ def test_norms_and_swiglu_of_small_models_compile(cols: int, compiled: list[Any]
     for name in names:
         launches(cols)[name]()
     assert len(compiled) >= len(names)
+
+
+def test_a_fused_swiglu_is_counted_without_a_change_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's casts count no flushed values; what the reference counts, and nothing else of it, is taken."""
+
+    class Kernels:
+        @staticmethod
+        def forward_cast(*arguments: Any) -> Any:
+            with flush.uncounted():
+                cache, act = swiglu_reference.forward_cast(*arguments)
+            return cache, dataclasses.replace(act, codes=torch.full_like(act.codes.view(torch.uint8), 9).view(act.codes.dtype))
+
+    h = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    h[:, :64] *= 1e-9
+    arguments = (h, torch.ones(128), "fp32", True, E4M3, "fp32")
+    with flush.measure_flush() as want:
+        swiglu_reference.forward_cast(*arguments)
+    monkeypatch.setattr(elementwise, "choose_swiglu", lambda *_: Choice("triton", "pretended"))
+    monkeypatch.setattr(elementwise, "_kernels", lambda _: Kernels)
+    with flush.measure_flush() as meter:
+        _, act = elementwise.swiglu_forward_cast(*arguments)
+    assert set(act.codes.view(torch.uint8).unique().tolist()) == {9}
+    assert meter.share() == want.share() > 0
 
 
 def draw(rows: int, cols: int, seed: int = 0) -> Tensor:
