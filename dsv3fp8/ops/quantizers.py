@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from dsv3fp8.kernels.backend import quantize, retile
 from dsv3fp8.kernels.quantize.reference import scale_from_amax
-from dsv3fp8.precision import flush
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
@@ -99,7 +98,7 @@ class LinearQuantizers(nn.Module):
     def rides(self, role: str) -> tuple[Format, str] | None:
         """(format, scale kind) of a role whose 1x128 cast may ride on the op before it; None where `quantize` must do it."""
         spec: OperandSpec = getattr(self.gemm, role)
-        if not spec.quantized or spec.tile != "1x128" or role in self.states or flush.active_meter() is not None:
+        if not spec.quantized or spec.tile != "1x128" or role in self.states:
             return None
         return spec.storage, spec.scale
 
