@@ -133,6 +133,15 @@ def name_of(kind: Any) -> str:
     return "a mapping" + optional
 
 
+def key_values(arguments: list[str], example: str) -> dict[str, str]:
+    """A command's key=value words as they stand; UserError for a word that is none, with an example."""
+    words = [argument.partition("=") for argument in arguments]
+    for argument, (_, equals, _) in zip(arguments, words, strict=True):
+        if not equals:
+            raise UserError(f"{argument}: expected key=value, such as {example}")
+    return {key: text for key, _, text in words}
+
+
 def suggest(name: str, known: list[str]) -> str:
     """`did you mean X?` with the nearest known name, or nothing."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)

@@ -74,7 +74,7 @@ class BitLedger(Ledger):
     def look_at_gemm(self, spec: GemmSpec, gemm: str, operands: tuple[Operand, Operand], product: Tensor) -> None:
         a, b = operands
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-            with _unobserved():
+            with ledger.unobserved():
                 here = matmul_nt(_on_cpu(a), _on_cpu(b), product.dtype, spec, gemm)
             self.again[f"GEMM, {gemm}"].add(product.cpu(), here)
 
@@ -91,16 +91,6 @@ class BitLedger(Ledger):
         kind = f"{verb} {cast.format.name} {cast.tile} {cast.scale_kind}"
         self.again[f"{kind}, codes"].add(cast.codes.cpu(), here.codes)
         self.again[f"{kind}, scales"].add(cast.scale.cpu(), here.scale)
-
-
-class _unobserved:
-    """Inside, ops report to nobody."""
-
-    def __enter__(self) -> None:
-        self.outer, ledger._active = ledger._active, None
-
-    def __exit__(self, *_: object) -> None:
-        ledger._active = self.outer
 
 
 def _bits(x: Tensor) -> Tensor:

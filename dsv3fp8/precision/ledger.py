@@ -207,6 +207,17 @@ def observe_ops(into: Ledger | None = None) -> Iterator[Ledger]:
         _active = outer
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """While open, ops report to nobody: for what a ledger computes itself."""
+    global _active
+    outer, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = outer
+
+
 def enter(scope: str) -> None:
     """From here on, forward ops belong to this layer; "" for what stands outside of layers."""
     if _active is not None:

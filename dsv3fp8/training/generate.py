@@ -16,7 +16,7 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Tokenizer, load_tokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.schema import build, leaves
+from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checkpoint import list_checkpoints, load_file, load_model
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
@@ -68,11 +68,7 @@ def main(arguments: list[str]) -> int:
     if any(argument in HELP for argument in arguments):
         print(help_text())
         return 0
-    words = [argument.partition("=") for argument in arguments]
-    for argument, (_, equals, _) in zip(arguments, words, strict=True):
-        if not equals:
-            raise UserError(f'{argument}: expected key=value, such as run=runs/tiny-dsv3 prompt="def "')
-    config = build(GenerateConfig, {key: text for key, _, text in words})
+    config = build(GenerateConfig, key_values(arguments, 'run=runs/tiny-dsv3 prompt="def "'))
     model, tokenizer, window = load(config)
     sys.stdout.write(config.prompt)
     for text in stream(model, tokenizer, config, window):

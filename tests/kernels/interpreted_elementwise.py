@@ -1,11 +1,8 @@
 """The fused norm, SwiGLU and RoPE kernels in Triton's interpreter: run by test_elementwise.py in a process of its own."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
-from interpreted_triton import check, convert
+from interpreted_triton import _as_on_a_gpu, check
 from torch import Tensor
 
 from dsv3fp8.kernels import elementwise
@@ -21,18 +18,8 @@ from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor
 
+__all__ = ["_as_on_a_gpu"]  # the fixture
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Right casts, and NaN or 0xff in memory wherever a kernel has yet to write."""
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def draw(rows: int, cols: int, seed: int = 0, poisoned: bool = False) -> Tensor:

@@ -10,7 +10,6 @@ pytest.importorskip("triton", minversion="3.6")
 
 from dsv3fp8.kernels.gemm import emulated
 from dsv3fp8.kernels.gemm.gluon.grouped import (
-    block_starts,
     grouped_rows,
     grouped_wgrad,
     matmul_nt,
@@ -20,6 +19,16 @@ from dsv3fp8.kernels.gemm.gluon.grouped import (
 from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
+
+
+def block_starts(groups: Tensor, experts: int) -> Tensor:
+    """First block of 128 rows of each expert, and the end of the last: int32 [E + 1], made on the device.
+
+    groups: [blocks] of Plan, ascending; blocks of no expert (-1) come after all others.
+    """
+    bounds = torch.arange(experts + 1, device=groups.device, dtype=groups.dtype)
+    return torch.searchsorted(torch.where(groups < 0, experts, groups), bounds, out_int32=True)
+
 
 # Blocks of 128 rows of each expert, blocks of no expert after them.
 LOADS = {

@@ -29,7 +29,7 @@ from dsv3fp8.observe.bench.sizes import SIZES
 from dsv3fp8.observe.bench.steps import step_breakdown, step_table, trainers
 from dsv3fp8.observe.bench.timing import Clock, one_line, release, run_case
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.schema import build, leaves
+from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import environment
@@ -131,11 +131,7 @@ def parse(arguments: list[str]) -> tuple[str, BenchConfig]:
     kind, *rest = arguments
     if kind not in KINDS:
         raise UserError(f"bench {kind}: there are {', '.join(KINDS)}, as in `dsv3fp8 bench kernels`")
-    words = [argument.partition("=") for argument in rest]
-    for argument, (_, equals, _) in zip(rest, words, strict=True):
-        if not equals:
-            raise UserError(f"{argument}: expected key=value, such as rounds=3 out=runs/bench")
-    return kind, build(BenchConfig, {key: text for key, _, text in words})
+    return kind, build(BenchConfig, key_values(rest, "rounds=3 out=runs/bench"))
 
 
 def help_text() -> str:

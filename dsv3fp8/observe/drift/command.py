@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 import dsv3fp8
-from dsv3fp8.errors import UserError
 from dsv3fp8.observe.drift.capture import check_run, describe_run
 from dsv3fp8.observe.drift.claims import judge
 from dsv3fp8.observe.drift.experiments import EXPERIMENTS
@@ -25,7 +24,7 @@ from dsv3fp8.observe.drift.study import Row, Study, size_for
 from dsv3fp8.observe.drift.sums import Sums
 from dsv3fp8.observe.drift.tables import tables_of
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.schema import build, leaves
+from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import device_name, source_commit
@@ -87,11 +86,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> DriftConfig:
     """The keys of the command; UserError for what is none."""
-    words = [argument.partition("=") for argument in arguments]
-    for argument, (_, equals, _) in zip(arguments, words, strict=True):
-        if not equals:
-            raise UserError(f"{argument}: expected key=value, such as run=runs/tiny-dsv3 out=runs/drift")
-    return build(DriftConfig, {key: text for key, _, text in words})
+    return build(DriftConfig, key_values(arguments, "run=runs/tiny-dsv3 out=runs/drift"))
 
 
 def help_text() -> str:

@@ -88,8 +88,9 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = t
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into: Tensor | None = None) -> Tensor:
     """wgrad: per expert dy [rows, N]^T times x [rows, K] over its rows -> fp32 [E, N, K]; zeros for an expert without rows.
 
-    starts: int32 [E + 1] of `block_starts`. into: fp32 [E, N, K], contiguous, that the products are added to (one fp32
-    addition each; experts without rows are left alone) and that is returned.
+    starts: int32 [E + 1], each expert's first block of 128 rows, and the end of the last (`Plan.blocks`).
+    into: fp32 [E, N, K], contiguous, that the products are added to (one fp32 addition each; experts without rows are left
+    alone) and that is returned.
     The tensor core reads both with the tokens contiguous: codes that are not stored so (codes.mT contiguous) are copied.
     """
     _refuse(reason_against_wgrad(dy, x, starts.numel() - 1))
@@ -101,15 +102,6 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into:
         raise ValueError(f"into must be a contiguous fp32 {list(want)}, not {into.dtype} {list(into.shape)}")
     torch.ops.dsv3fp8.gluon_wgrad_add(into, *operands)
     return into
-
-
-def block_starts(groups: Tensor, experts: int) -> Tensor:
-    """First block of 128 rows of each expert, and the end of the last: int32 [E + 1], made on the device.
-
-    groups: [blocks] of Plan, ascending; blocks of no expert (-1) come after all others.
-    """
-    bounds = torch.arange(experts + 1, device=groups.device, dtype=groups.dtype)
-    return torch.searchsorted(torch.where(groups < 0, experts, groups), bounds, out_int32=True)
 
 
 def _refuse(reason: str | None) -> None:
