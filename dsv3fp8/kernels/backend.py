@@ -297,7 +297,7 @@ def explain(
     """
     rows = []
     for op in LINEAR_OPS:
-        spec = recipe.gemm(op)
+        spec = recipe.linear(op)
         for gemm, (left, right) in _sample_gemms(spec, device, (halves or {}).get(op)).items():
             choice = choose_gemm(left, right, spec)
             if op.startswith("expert_"):
@@ -308,7 +308,7 @@ def explain(
     rows += _casts(recipe, device)
     from dsv3fp8.kernels import elementwise
 
-    act = recipe.gemm("expert_down").input
+    act = recipe.linear("expert_down").input
     rows += elementwise.explain(device, dtype, act.storage if act.quantized else None)
     rows.append(("router, dispatch, combine, loss", Choice("reference", "torch, fp32 arithmetic")))
     return rows
@@ -333,7 +333,7 @@ def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:
     rows: dict[str, Choice] = {}
     if recipe.attention_cache == "e5m6":
         rows[f"quantize {E5M6.name} {ROW_128}"] = choose_quantize(device, E5M6, ROW_128)
-    for spec in map(recipe.gemm, LINEAR_OPS):
+    for spec in map(recipe.linear, LINEAR_OPS):
         for role in (getattr(spec, name) for name in ROLES):
             for k_axis in (1, 0) if role.quantized else ():
                 tile, kept = role.tile_along(k_axis), role.scaling != "current"

@@ -65,7 +65,7 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
     """
     linears = {}
     for op, (fan_in, fan_out) in linear_shapes(config).items():
-        spec = recipe.gemm(op)
+        spec = recipe.linear(op)
         linears[op] = {
             "shape": [fan_in, fan_out],
             **{role: _describe(getattr(spec, role), recipe) for role in ("input", "weight", "gradient")},

@@ -62,7 +62,7 @@ def contract_bytes(config: ModelConfig, recipe: Recipe) -> int:
     def stored(width: int, fp8: bool) -> int:
         return width + 4 * ceil_div(width, 128) if fp8 else 2 * width
 
-    operands = recipe.gemm("out").input.quantized
+    operands = recipe.linear("out").input.quantized
     heads, outputs = config.heads, config.heads * config.head_v
     latents = [width for width in (config.q_latent, config.kv_latent) if width]
     total = 2 * 2 * config.dim + 2 * sum(latents)  # inputs of the norms

@@ -64,7 +64,7 @@ class LinearQuantizers(nn.Module):
 
     def __init__(self, recipe: Recipe, op: str, experts: int = 0, per_expert: tuple[str, ...] = ("weight",)) -> None:
         super().__init__()
-        self.gemm: GemmSpec = recipe.gemm(op)
+        self.gemm: GemmSpec = recipe.linear(op)
         self.states = nn.ModuleDict()
         for role in ROLES:
             spec: OperandSpec = getattr(self.gemm, role)

@@ -1,7 +1,7 @@
 """The recipe: what every op computes in and every tensor is carried in. Data, no behaviour.
 
 A recipe is one small YAML file (configs/recipe). `roles` says how the three operands of every linear are quantized;
-`ops` overrides that for one op at a time. `gemm(op)` gives the resolved specification of one linear.
+`ops` overrides that for one op at a time. `linear(op)` gives the resolved specification of one linear.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Recipe:
     amax_history: int = 16  # steps of amax that delayed scaling looks back on
     calibration_steps: int = 16  # steps after which static scales are frozen
 
-    def gemm(self, op: str) -> GemmSpec:
+    def linear(self, op: str) -> GemmSpec:
         """The specification of a linear op: one of LINEAR_OPS, or any other name for a linear that never runs in FP8."""
         override = self.ops.get(op) or {}
         specs = {
@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        return any(getattr(self.gemm(op), role).quantized for op in LINEAR_OPS for role in ROLES)
+        return any(getattr(self.linear(op), role).quantized for op in LINEAR_OPS for role in ROLES)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Recipe:
@@ -165,7 +165,7 @@ class Recipe:
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
                 raise UserError(f"recipe.{key}={getattr(self, key)!r}: give a whole number of steps, 1 or more")
         for op in LINEAR_OPS:
-            self._validate_gemm(self.gemm(op))
+            self._validate_gemm(self.linear(op))
         if self.quantizes and self.compute != "bf16":
             raise UserError(f"recipe.compute={self.compute}: quantized recipes compute in bf16; or set every format to none")
 

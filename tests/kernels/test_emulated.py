@@ -105,7 +105,7 @@ def test_what_a_machine_lacks_is_said_and_the_torch_definition_runs(
         )
         reason = "the compiled kernel cannot be kept or loaded"
     a, b = operands()
-    choice = choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").gemm("out"))
+    choice = choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").linear("out"))
     assert choice.backend == "emulated"
     assert choice.exact
     assert reason in choice.reason
@@ -138,7 +138,7 @@ CHOICES = {  # accumulator and promotion, tiles -> backend, exact
 def test_the_choice_on_a_cpu(case: str) -> None:
     named, tile, taken, exact = CHOICES[case]
     a, b = operands(tile)
-    spec = recipe(*named).gemm("out")
+    spec = recipe(*named).linear("out")
     choice = choose_gemm(a, b, spec)
     assert (choice.backend, choice.exact) == (taken, exact)
     assert str(choice).endswith("; to the bit") == exact
@@ -154,7 +154,7 @@ def test_the_choice_on_a_cpu(case: str) -> None:
 
 def test_one_plain_operand_takes_the_reference_and_says_so() -> None:
     a, b = operands()
-    spec = recipe("dsv3", "accumulator=hopper").gemm("out")
+    spec = recipe("dsv3", "accumulator=hopper").linear("out")
     for left, right in ((a.decode(), b), (a, b.decode())):
         choice = choose_gemm(left, right, spec)
         assert choice == Choice("reference", "one operand only is quantized: plain FP32 sums, whatever the accumulator")
@@ -166,10 +166,10 @@ def test_the_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
     monkeypatch.setattr(backend, "triton_reason", lambda: "no Triton")
     a, b = operands()
-    assert choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").gemm("out")).backend == "emulated"
-    taken = choose_gemm(a, b, recipe("dsv3").gemm("out"))
+    assert choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").linear("out")).backend == "emulated"
+    taken = choose_gemm(a, b, recipe("dsv3").linear("out"))
     assert (taken.backend, taken.exact) == ("cublaslt", False)  # it may split K
-    assert choose_gemm(a, b, recipe("dsv3", "accumulator=fp32").gemm("out")) == Choice(
+    assert choose_gemm(a, b, recipe("dsv3", "accumulator=fp32").linear("out")) == Choice(
         "reference", "accumulator: fp32 was asked for"
     )
 

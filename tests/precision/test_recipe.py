@@ -16,7 +16,7 @@ POW2_IN_DSV3 = {
 
 
 def specs(name: str) -> dict[tuple[str, str], OperandSpec]:
-    return {(op, role): getattr(recipe(name).gemm(op), role) for op in LINEAR_OPS for role in ROLES}
+    return {(op, role): getattr(recipe(name).linear(op), role) for op in LINEAR_OPS for role in ROLES}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -66,11 +66,11 @@ def test_tiles_run_along_the_gemms_k() -> None:
 
 def test_one_thing_at_a_time_can_be_changed() -> None:
     given = recipe("dsv3", "ops.out.input.scale=fp32", "ops.q_b.gradient.format=e5m2", "ops.kv_b.retiled_scale=pow2")
-    changed = {(op, role) for op in LINEAR_OPS for role in ROLES if getattr(given.gemm(op), role) != specs("dsv3")[op, role]}
+    changed = {(op, role) for op in LINEAR_OPS for role in ROLES if getattr(given.linear(op), role) != specs("dsv3")[op, role]}
     assert changed == {("out", "input"), ("q_b", "gradient")}
-    assert (given.gemm("kv_b").retiled_scale, given.gemm("kv_a").retiled_scale) == ("pow2", None)
-    assert recipe("dsv3", "roles.weight.format=none").gemm("q_a").weight.quantized is False
-    assert recipe("dsv3").gemm("mtp_projection").input.quantized is False
+    assert (given.linear("kv_b").retiled_scale, given.linear("kv_a").retiled_scale) == ("pow2", None)
+    assert recipe("dsv3", "roles.weight.format=none").linear("q_a").weight.quantized is False
+    assert recipe("dsv3").linear("mtp_projection").input.quantized is False
 
 
 TILED, TENSOR = "1x128", "tensor"
@@ -139,7 +139,7 @@ def test_null_means_as_in_the_roles() -> None:
     }
     given = Recipe.from_dict(data)
     assert given.ops == {}
-    assert given.gemm("out").input == OperandSpec("e4m3")
+    assert given.linear("out").input == OperandSpec("e4m3")
 
 
 @pytest.mark.parametrize("every", [32, 64, 128, 256, 512, 1024, 2048, 4096, "never"])
@@ -151,4 +151,4 @@ def test_every_promotion_interval_is_for_some_tiles(every: int | str) -> None:
             with pytest.raises(UserError, match="constant along K"):
                 Recipe.from_dict(data)
         else:
-            assert Recipe.from_dict(data).gemm("out").promote_every == every
+            assert Recipe.from_dict(data).linear("out").promote_every == every

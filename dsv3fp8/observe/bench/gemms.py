@@ -55,7 +55,7 @@ def _ways(setting: Setting, gemm: str, n: int, k: int) -> list[Way]:
             (a, a_codes), (w, w_codes) = rows(setting, tokens, inner), weight(setting, outer, inner)
             plain.append((a, w.mT))
             pairs.append((a_codes, w_codes))
-    spec = setting.recipe.gemm(SPEC)
+    spec = setting.recipe.linear(SPEC)
     out = torch.float32 if gemm == "wgrad" else torch.bfloat16
     chosen = backend.choose_gemm(*pairs[0], spec)
 

@@ -72,7 +72,7 @@ def _row_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -> 
     plan, ends = _plan(setting, experts, tokens)
     inner, outer = (k, n) if gemm == "fprop" else (n, k)
     (a, a_codes), (w, w_codes) = rows(setting, experts * tokens, inner), weight(setting, experts, outer, inner)
-    spec = setting.recipe.gemm(SPEC)
+    spec = setting.recipe.linear(SPEC)
     chosen = backend.choose_grouped(a_codes, w_codes, spec, gemm, torch.bfloat16)
     ways = [
         Way("ours", lambda: [lambda: grouped_rows(a_codes, w_codes, plan, torch.bfloat16, spec, gemm)], note=str(chosen)),
@@ -87,7 +87,7 @@ def _wgrad_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -
     experts, tokens, n, k = shape
     plan, ends = _plan(setting, experts, tokens)
     (dy, dy_codes), (x, x_codes) = columns(setting, experts * tokens, n), columns(setting, experts * tokens, k)
-    spec = setting.recipe.gemm(SPEC)
+    spec = setting.recipe.linear(SPEC)
     like = torch.empty(1, device=setting.device)  # for its dtype: every group has rows
     chosen = backend.choose_grouped(dy_codes, x_codes, spec, gemm, torch.float32)
     return [
