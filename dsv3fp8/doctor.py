@@ -41,7 +41,7 @@ GIB = 2**30
 
 def main(arguments: list[str]) -> int:
     """Print the report for the settings in `key=value` words, as `train` takes them."""
-    from dsv3fp8.model.manifest import fused_halves
+    from dsv3fp8.model.manifest import linear_shapes
 
     config = load_config(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         "GPU": gpus(),
         "Packages": packages(),
         f"Backends of recipe {config.recipe.name} on {device.type}": backends(
-            config.recipe, device, fused_halves(config.model), config.data.isolate_documents
+            config.recipe, device, linear_shapes(config.model), config.data.isolate_documents
         ),
     }
     for title, lines in sections.items():
@@ -112,13 +112,13 @@ def packages() -> list[str]:
 
 
 def backends(
-    recipe: "Recipe", device: torch.device, halves: Mapping[str, int] | None = None, isolated: bool = False
+    recipe: "Recipe", device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
 ) -> list[str]:
-    """For each backend taken on this device, and each reason: the ops. `halves` and `isolated`: see `explain`."""
+    """For each backend taken on this device, and each reason: the ops. `shapes` and `isolated`: see `explain`."""
     from dsv3fp8.kernels.backend import explain
 
     groups: dict[str, list[str]] = {}
-    for op, choice in explain(recipe, device, halves, isolated):
+    for op, choice in explain(recipe, device, shapes, isolated):
         groups.setdefault(str(choice), []).append(op)
     lines = []
     for choice_text, ops in groups.items():

@@ -68,7 +68,7 @@ def test_sizes_and_settings_that_decide_a_backend_are_asked_for(
     """As on Hopper: V2-Lite's dense FFN of 10944 has half a tile in its fused projection, its experts have not."""
     monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
     monkeypatch.setattr(backend, "triton_reason", lambda: "no Triton")
-    rows = dict(explain(recipe("dsv3"), torch.device("cpu"), {"gate_up": 10944}))
+    rows = dict(explain(recipe("dsv3"), torch.device("cpu"), {"gate_up": (2048, 2 * 10944)}))
     for gemm, where in (("fprop", "the rows"), ("dgrad", "K")):
         assert rows[f"gate_up.{gemm}"].backend == "reference"
         assert f"cut inside {where}" in rows[f"gate_up.{gemm}"].reason

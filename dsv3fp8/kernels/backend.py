@@ -17,7 +17,7 @@ from dsv3fp8.kernels.quantize import reference as quantize_reference
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E5M6, Format
 from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
-from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, Tile
+from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, Tile, grid_size
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,12 @@ def triton_reason() -> str | None:
     return None
 
 
-def choose_gemm(a: Operand, b: Operand, spec: GemmSpec) -> Choice:
-    """The backend for a @ b^T under a recipe's accumulator and promotion interval."""
+FASTER_UP_TO_K = 2048
+"""The longest K at which our own dense GEMM beats cuBLASLt's, which wins where it has more to sum; measured on an H200."""
+
+
+def choose_gemm(a: Operand, b: Operand, spec: GemmSpec, out_dtype: torch.dtype) -> Choice:
+    """The backend for a @ b^T in out_dtype under a recipe's accumulator, promotion interval and `gemm`."""
     quantized_a, quantized_b = isinstance(a, QuantizedTensor), isinstance(b, QuantizedTensor)
     if not quantized_a and not quantized_b:
         return Choice("torch", "not quantized")
@@ -71,17 +75,21 @@ def choose_gemm(a: Operand, b: Operand, spec: GemmSpec) -> Choice:
         return Choice("reference", "accumulator: fp32 was asked for")
     against = hopper_reason(a.codes.device)
     if against is None:
-        return _choose_on_hopper(a, b, spec)
+        return _choose_on_hopper(a, b, spec, out_dtype)
     if spec.accumulator == "hopper":
         return _emulated(a.codes.device, against, spec)
     return Choice("reference", f"{against}: plain FP32 sums")
 
 
-def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) -> Choice:
+def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, out_dtype: torch.dtype) -> Choice:
+    exact = spec.gemm == "exact"
+    if (exact or a.shape[-1] <= FASTER_UP_TO_K) and _against_gluon(a, b, spec, out_dtype) is None:
+        ours = "gemm: exact was asked for" if exact else f"faster than cuBLASLt up to K = {FASTER_UP_TO_K}"
+        return Choice("gluon", f"{ours}: block-scaled FP8 on Hopper tensor cores, promoted every 128", exact=True)
     why = cublaslt.reason_against(a, b)
     if why is None and spec.promote_every != 128:
         why = f"cuBLASLt promotes every 128, not {spec.promote_every}"
-    if why is None and spec.accumulator == "hopper":
+    if why is None and exact:
         why = "cuBLASLt splits the K of some products and sums in another order then"
     if why is None:
         return Choice("cublaslt", "block-scaled FP8 on Hopper tensor cores, promoted every 128, K split where it likes")
@@ -93,7 +101,17 @@ def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec) ->
     if against is None:
         return Choice("triton", f"{why}: FP8 on Hopper tensor cores, {_promoted(spec)}", exact=True)
     why = f"{why}; {against}"
-    return _emulated(a.codes.device, why, spec) if spec.accumulator == "hopper" else Choice("reference", why)
+    return _emulated(a.codes.device, why, spec) if exact or spec.accumulator == "hopper" else Choice("reference", why)
+
+
+def _against_gluon(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, out_dtype: torch.dtype) -> str | None:
+    if spec.promote_every != 128:
+        return f"Gluon's GEMM promotes every 128, not {spec.promote_every}"
+    if (against := triton_reason()) is not None:
+        return against
+    from dsv3fp8.kernels.gemm.gluon import grouped
+
+    return grouped.reason_against_rows(a, b, out_dtype)
 
 
 _LOOP = "a GEMM per expert: "
@@ -170,7 +188,7 @@ def _emulated(device: torch.device, why: str, spec: GemmSpec) -> Choice:
 
 def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in out_dtype, on the backend `choose_gemm` takes. gemm: fprop, dgrad or wgrad."""
-    choice = choose_gemm(a, b, spec)
+    choice = choose_gemm(a, b, spec, out_dtype)
     product = _matmul_on(choice.backend, a, b, out_dtype, spec)
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, gemm, choice.backend, a, b)
@@ -179,11 +197,15 @@ def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec, ge
 
 
 def _matmul_on(backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, spec: GemmSpec) -> Tensor:
-    if backend in ("cublaslt", "triton", "emulated"):
+    if backend in ("cublaslt", "gluon", "triton", "emulated"):
         assert isinstance(a, QuantizedTensor)
         assert isinstance(b, QuantizedTensor)
         if backend == "emulated":
             return emulated.matmul_nt(a, b, out_dtype, spec.promote_every)
+        if backend == "gluon":
+            from dsv3fp8.kernels.gemm.gluon import grouped
+
+            return grouped.matmul_nt(a, b, out_dtype)
         if backend == "triton":
             from dsv3fp8.kernels.gemm import triton as triton_gemm
 
@@ -288,18 +310,19 @@ def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> 
 
 
 def explain(
-    recipe: Recipe, device: torch.device, halves: Mapping[str, int] | None = None, isolated: bool = False
+    recipe: Recipe, device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
 ) -> list[tuple[str, Choice]]:
     """(op, choice) of every op under a recipe on a device, without running anything heavy.
 
-    halves: width of one half (gate or up) of each fused projection, of which only whole tiles fit every backend; what is
-    not given is a multiple of 128. isolated: documents are kept apart in attention.
+    shapes: (in, out) features of each linear; one that is not given stands for a large one of whole tiles.
+    isolated: documents are kept apart in attention.
     """
     rows = []
     for op in LINEAR_OPS:
         spec = recipe.linear(op)
-        for gemm, (left, right) in _sample_gemms(spec, device, (halves or {}).get(op)).items():
-            choice = choose_gemm(left, right, spec)
+        for gemm, (left, right) in _sample_gemms(spec, device, (shapes or {}).get(op, (8192, 8192))).items():
+            wide = gemm == "wgrad" or (op, gemm) in _SUMMED_IN_FP32
+            choice = choose_gemm(left, right, spec, torch.float32 if wide else torch.bfloat16)
             if op.startswith("expert_"):
                 choice = _in_groups(choice, left, right, spec, gemm)
             rows.append((f"{op}.{gemm}", choice))
@@ -349,26 +372,36 @@ def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:
     return list(rows.items())
 
 
-def _sample_gemms(spec: GemmSpec, device: torch.device, half: int | None) -> dict[str, tuple[Operand, Operand]]:
-    """Small operands tiled as the real ones: a fused projection's outputs in two parts, with the tail that a half has."""
-    parts = 1 if half is None else 2
-    outputs = parts * (128 + (half or 0) % 128)
-    along_outputs = {"cols": outputs, "col_parts": parts}
-    per_output = {"rows": outputs, "row_parts": parts}
-    x = _sample(spec.input, device)
+_SUMMED_IN_FP32 = {("out", "fprop"), ("q", "dgrad"), ("q_a", "dgrad"), ("kv_a", "dgrad")}
+"""GEMMs whose result is added to something before it is rounded; wgrads aside."""
+
+
+def _sample_gemms(spec: GemmSpec, device: torch.device, shape: tuple[int, int]) -> dict[str, tuple[Operand, Operand]]:
+    """Operands of the sizes and tiles of the real ones, 128 tokens: a fused projection's outputs are tiled in two parts."""
+    (inputs, outputs), parts, tokens = shape, 2 if spec.op.endswith("gate_up") else 1, 128
+    x = _sample(spec.input, device, tokens, inputs)
     return {
-        "fprop": (x, _sample(spec.weight, device, **per_output)),
-        "dgrad": (_sample(spec.gradient, device, **along_outputs), _sample(spec.weight, device, **along_outputs)),
-        "wgrad": (_sample(spec.gradient, device, **per_output), x),
+        "fprop": (x, _sample(spec.weight, device, outputs, inputs, row_parts=parts)),
+        "dgrad": (
+            _sample(spec.gradient, device, tokens, outputs, col_parts=parts),
+            _sample(spec.weight, device, inputs, outputs, col_parts=parts),
+        ),
+        "wgrad": (
+            _sample(spec.gradient, device, outputs, tokens, row_parts=parts),
+            _sample(spec.input, device, inputs, tokens),
+        ),
     }
 
 
 def _sample(
     spec: OperandSpec, device: torch.device, rows: int = 128, cols: int = 128, row_parts: int = 1, col_parts: int = 1
 ) -> Operand:
-    x = torch.zeros(rows, cols, device=device)
+    """An operand of one row's memory: what chooses reads formats, tiles, sizes and strides."""
     if not spec.quantized:
-        return x
-    return quantize_reference.quantize(
-        x, spec.storage, spec.tile_along(1), spec.scale, row_parts=row_parts, col_parts=col_parts
-    )
+        return torch.empty(cols, device=device).expand(rows, cols)
+    tile = spec.tile_along(1)
+    row_parts, col_parts = (1 if tile.rows is None else row_parts), (1 if tile.cols is None else col_parts)
+    codes = torch.empty(cols, dtype=spec.storage.dtype, device=device).expand(rows, cols)
+    grid = grid_size(rows, tile.rows, row_parts), grid_size(cols, tile.cols, col_parts)
+    scale = torch.empty(grid[1], device=device).expand(grid)
+    return QuantizedTensor(codes, scale, spec.storage, tile, (rows, cols), spec.scale, row_parts, col_parts)

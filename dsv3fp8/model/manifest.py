@@ -53,11 +53,6 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {op: shapes[op] for op in LINEAR_OPS if op in shapes}
 
 
-def fused_halves(config: ModelConfig) -> dict[str, int]:
-    """Width of gate, which is that of up, for every op that fuses the two."""
-    return {op: shape[1] // 2 for op, shape in linear_shapes(config).items() if op.endswith("gate_up")}
-
-
 def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device, isolated: bool = False) -> dict[str, Any]:
     """Plain containers, ready for JSON. Bytes are per token and layer, from the recipe's formats.
 
@@ -72,13 +67,14 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
             "promote_every": spec.promote_every,
         }
     probe = device if device.type != "meta" else torch.device("cpu")
-    taken = explain(recipe, probe, fused_halves(config), isolated)
+    taken = explain(recipe, probe, linear_shapes(config), isolated)
     backends = [{"op": op, **dataclasses.asdict(choice)} for op, choice in taken]
     present = set(linears)
     return {
         "recipe": recipe.name,
         "compute": recipe.compute,
         "accumulator": recipe.accumulator or "fp32 in the reference, the tensor core's own on Hopper",
+        "gemm": recipe.gemm,
         "linears": linears,
         "high_precision": dict(ALWAYS_HIGH),
         "caches": _caches(config, recipe),
@@ -121,7 +117,10 @@ def _caches(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def format_manifest(manifest: dict[str, Any]) -> str:
     """The manifest as a short table for the terminal."""
-    lines = [f"precision: recipe {manifest['recipe']}, compute {manifest['compute']}, accumulator {manifest['accumulator']}"]
+    lines = [
+        f"precision: recipe {manifest['recipe']}, compute {manifest['compute']}, accumulator {manifest['accumulator']}, "
+        f"gemm {manifest['gemm']}"
+    ]
     lines.append(f"  {'linear':<16}{'in -> out':<16}{'input':<20}{'weight':<20}{'gradient':<20}backend")
     by_op: dict[str, list[str]] = {}
     for entry in manifest["backends"]:

@@ -2,10 +2,10 @@
 
     python -m dsv3fp8.observe.bits [DEVICE] [key=value …]
 
-Runs one forward, backward and update of a model (nano unless model= is given) under recipe dsv3 with accumulator=hopper on
-the CPU and on DEVICE (cuda), from the same weights on the same tokens. Two tables in Markdown: the GEMMs and casts of
-DEVICE, each computed again on the CPU from the inputs it had there (casts inside a fused kernel, whose input nobody else
-sees, are not among them); and what every op emitted in both steps, side by side. The first table has to say 100 %. The
+Runs one forward, backward and update of a model (nano unless model= is given) under recipe dsv3 with accumulator=hopper and
+gemm=exact on the CPU and on DEVICE (cuda), from the same weights on the same tokens. Two tables in Markdown: the GEMMs and
+casts of DEVICE, each computed again on the CPU from the inputs it had there (casts inside a fused kernel, whose input nobody
+else sees, are not among them); and what every op emitted in both steps, side by side. The first table has to say 100 %. The
 second shows where the devices part: at ops whose order of summation is a library's.
 """
 
@@ -29,7 +29,7 @@ from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, Tile
 from dsv3fp8.training.setup import build
 
-SETTINGS = ("model=nano", "recipe=dsv3", "recipe.accumulator=hopper")
+SETTINGS = ("model=nano", "recipe=dsv3", "recipe.accumulator=hopper", "recipe.gemm=exact")
 ENDS = ("weight gradient", "updated weight")
 VOCABULARY, BATCH, LENGTH = 320, 2, 256
 

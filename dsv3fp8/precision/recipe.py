@@ -73,6 +73,7 @@ class GemmSpec:
     retiled_scale: str | None  # scale kind of a re-tiled copy; None takes its source's
     promote_every: int | str
     accumulator: str | None
+    gemm: str
     compute: str
 
 
@@ -92,6 +93,8 @@ class Recipe:
     compute: str = "bf16"  # bf16 | fp32: what unquantized ops and tensors are carried in
     # hopper: its tensor core's sums to the bit, emulated elsewhere; fp32: plain FP32; null: hopper on a Hopper GPU, else fp32
     accumulator: str | None = None
+    # On a Hopper GPU. fast: its fastest kernels for each shape, cuBLASLt among them; exact: kernels whose every bit is defined
+    gemm: str = "fast"
     promote_every: int | str = 128  # FP8 products that the tensor core sums before they enter FP32, or never
     # For input, weight and gradient: format, tile, scale, scaling; see docs/recipes.md.
     roles: dict[str, OperandSpec] = field(default_factory=lambda: {r: OperandSpec() for r in ROLES})
@@ -119,6 +122,7 @@ class Recipe:
             retiled_scale=_or(override.get("retiled_scale"), self.retiled_scale),
             promote_every=_or(override.get("promote_every"), self.promote_every),
             accumulator=self.accumulator,
+            gemm=self.gemm,
             compute=self.compute,
             **specs,
         )
@@ -152,6 +156,7 @@ class Recipe:
     def validate(self) -> None:
         _one_of("recipe.compute", self.compute, ("bf16", "fp32"))
         _one_of("recipe.accumulator", self.accumulator, (None, "fp32", "hopper"))
+        _one_of("recipe.gemm", self.gemm, ("fast", "exact"))
         _one_of("recipe.retiled_scale", self.retiled_scale, (None, *SCALE_KINDS))
         _one_of("recipe.attention_cache", self.attention_cache, ("e5m6", "compute"))
         _one_of("recipe.swiglu_cache.format", self.swiglu_cache.format, ("e4m3", "compute"))

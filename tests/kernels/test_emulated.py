@@ -18,6 +18,7 @@ from dsv3fp8.kernels.gemm import emulated
 from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.precision import accumulator
 from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import BLOCK_128, ROW_128, QuantizedTensor, Tile
 
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def test_what_a_machine_lacks_is_said_and_the_torch_definition_runs(
         )
         reason = "the compiled kernel cannot be kept or loaded"
     a, b = operands()
-    choice = choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").linear("out"))
+    choice = choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").linear("out"), torch.float32)
     assert choice.backend == "emulated"
     assert choice.exact
     assert reason in choice.reason
@@ -139,7 +140,7 @@ def test_the_choice_on_a_cpu(case: str) -> None:
     named, tile, taken, exact = CHOICES[case]
     a, b = operands(tile)
     spec = recipe(*named).linear("out")
-    choice = choose_gemm(a, b, spec)
+    choice = choose_gemm(a, b, spec, torch.float32)
     assert (choice.backend, choice.exact) == (taken, exact)
     assert str(choice).endswith("; to the bit") == exact
     if exact:
@@ -156,22 +157,51 @@ def test_one_plain_operand_takes_the_reference_and_says_so() -> None:
     a, b = operands()
     spec = recipe("dsv3", "accumulator=hopper").linear("out")
     for left, right in ((a.decode(), b), (a, b.decode())):
-        choice = choose_gemm(left, right, spec)
+        choice = choose_gemm(left, right, spec, torch.float32)
         assert choice == Choice("reference", "one operand only is quantized: plain FP32 sums, whatever the accumulator")
-    assert choose_gemm(a.decode(), b.decode(), spec).backend == "torch"
+    assert choose_gemm(a.decode(), b.decode(), spec, torch.float32).backend == "torch"
+
+
+def chosen(spec: GemmSpec, out_dtype: torch.dtype, k: int = 4096, tile: Tile = BLOCK_128) -> str:
+    """The backend of [256, K] times [256, K]^T."""
+    values = torch.zeros(256, k)
+    a = quantize(values, E4M3, ROW_128 if tile is BLOCK_128 else tile)
+    return choose_gemm(a, quantize(values, E4M3, tile), spec, out_dtype).backend
 
 
 def test_the_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice alone, on a CPU that says it is one."""
+    """The choice alone, on a CPU that says it is one: fast takes ours where it is faster, exact only what has defined bits."""
+    monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
+    fast, exact = (recipe("dsv3", f"gemm={word}").linear("out") for word in ("fast", "exact"))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert recipe("dsv3").linear("out") == fast
+    assert [chosen(fast, bf16, k) for k in (512, 2048, 2176)] == ["gluon", "gluon", "cublaslt"]
+    assert [chosen(exact, bf16, k) for k in (512, 2176, 7168)] == ["gluon"] * 3
+    for out_dtype, tile in ((fp32, BLOCK_128), (fp32, ROW_128), (bf16, Tile(1, None))):
+        assert chosen(fast, out_dtype, 512, tile) == "cublaslt"
+        assert chosen(exact, out_dtype, 512, tile) == "triton"
+    hopper = recipe("dsv3", "accumulator=hopper").linear("out")  # which sums, not which kernel
+    assert [chosen(hopper, bf16, k) for k in (512, 4096)] == ["gluon", "cublaslt"]
+    every_32 = recipe("dsv3", "accumulator=hopper", "promote_every=32").linear("out")
+    assert chosen(every_32, bf16, 512) == "triton"
+    asked = recipe("dsv3", "accumulator=fp32", "gemm=exact").linear("out")
+    assert chosen(asked, bf16) == "reference"
+    a, b = operands()
+    assert [choose_gemm(a, b, spec, fp32).exact for spec in (fast, exact)] == [False, True]  # cuBLASLt may split K
+    assert choose_gemm(a, b, exact, bf16).exact
+
+
+def test_the_choice_on_hopper_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
     monkeypatch.setattr(backend, "triton_reason", lambda: "no Triton")
-    a, b = operands()
-    assert choose_gemm(a, b, recipe("dsv3", "accumulator=hopper").linear("out")).backend == "emulated"
-    taken = choose_gemm(a, b, recipe("dsv3").linear("out"))
-    assert (taken.backend, taken.exact) == ("cublaslt", False)  # it may split K
-    assert choose_gemm(a, b, recipe("dsv3", "accumulator=fp32").linear("out")) == Choice(
-        "reference", "accumulator: fp32 was asked for"
-    )
+    fast, exact = (recipe("dsv3", f"gemm={word}").linear("out") for word in ("fast", "exact"))
+    assert chosen(fast, torch.bfloat16, 512) == "cublaslt"
+    assert chosen(exact, torch.bfloat16, 512) == "emulated"
+    e5m2 = recipe("hybrid").linear("out")
+    a, b = (quantize(torch.zeros(256, 256), E5M2, tile) for tile in (ROW_128, BLOCK_128))
+    assert choose_gemm(a, b, e5m2, torch.bfloat16).backend == "reference"
+    sums = recipe("hybrid", "accumulator=hopper").linear("out")
+    assert choose_gemm(a, b, sums, torch.bfloat16).backend == "emulated"
 
 
 def test_a_cpu_of_another_kind_has_a_library_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

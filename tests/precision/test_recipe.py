@@ -107,6 +107,7 @@ REFUSED = {
         r"recipe\.promote_every=never: only the tensor core's accumulator",
     ),
     "an unknown accumulator": ({"accumulator": "ampere"}, r"recipe\.accumulator=ampere: choose null, fp32, hopper"),
+    "unknown kernels": ({"gemm": "quick"}, r"recipe\.gemm=quick: choose fast, exact"),
     "an impossible promotion": ({"promote_every": 100}, r"recipe\.promote_every=100"),
     "delayed scaling of tiles": (
         {"roles": {"input": {"format": "e4m3", "tile": TILED, "scaling": "delayed"}}},

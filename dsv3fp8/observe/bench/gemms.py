@@ -57,7 +57,7 @@ def _ways(setting: Setting, gemm: str, n: int, k: int) -> list[Way]:
             pairs.append((a_codes, w_codes))
     spec = setting.recipe.linear(SPEC)
     out = torch.float32 if gemm == "wgrad" else torch.bfloat16
-    chosen = backend.choose_gemm(*pairs[0], spec)
+    chosen = backend.choose_gemm(*pairs[0], spec, out)
 
     def ours(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return backend.matmul_nt(a, b, out, spec, gemm)

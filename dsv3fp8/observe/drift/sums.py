@@ -79,7 +79,7 @@ def emulated_block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote: Promo
 def on_chip(promote: Promotion, device: torch.device) -> tuple[Way | None, str]:
     """The backend that a recipe with one scale and this promotion takes on a Hopper GPU; or None, and why the chip does not."""
     sample = unscaled(torch.zeros(128, 128, device=device).to(E4M3.dtype))
-    choice = backend.choose_gemm(sample, sample, gemm_spec(promote))
+    choice = backend.choose_gemm(sample, sample, gemm_spec(promote), torch.float32)
     if choice.backend in NOT_ON_CHIP:
         return None, f"no sums {promotion_name(promote)} on the GPU: {choice.reason}"
 
@@ -94,7 +94,7 @@ def chip_block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote: Promotion
 
     None where the backend computes on no tensor core: on a CPU, and for what the chip has no sum for.
     """
-    choice = backend.choose_gemm(a, b, gemm_spec(promote))
+    choice = backend.choose_gemm(a, b, gemm_spec(promote), torch.float32)
     if choice.backend in NOT_ON_CHIP:
         return None
     return choice.backend, backend.matmul_nt(a, b, torch.float32, gemm_spec(promote), "fprop")
@@ -130,9 +130,9 @@ def promotion_name(promote: Promotion) -> str:
 
 
 def gemm_spec(promote: Promotion) -> GemmSpec:
-    """A linear whose operands are E4M3 with one scale each, summed by the tensor core."""
+    """A linear whose operands are E4M3 with one scale each, summed by the tensor core in kernels whose bits are defined."""
     one = OperandSpec("e4m3", "tensor")
-    return GemmSpec("drift", one, one, one, None, promote, "hopper", "bf16")
+    return GemmSpec("drift", one, one, one, None, promote, "hopper", "exact", "bf16")
 
 
 def unscaled(codes: Tensor) -> QuantizedTensor:
