@@ -17,7 +17,7 @@ from dsv3fp8.kernels.quantize import reference as quantize_reference
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E5M6, Format
 from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
-from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, Tile, grid_size
+from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, Operand, QuantizedTensor, Tile, grid_size
 
 
 @dataclass(frozen=True)
@@ -273,6 +273,14 @@ def quantize(
     return cast
 
 
+def quantize_both(
+    x: Tensor, fmt: Format, kind: str = "fp32", *, col_parts: int = 1
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """x [R, C] in 1x128 and in 128x1 tiles, as two calls of `quantize` give them."""
+    along_rows = quantize(x, fmt, ROW_128, kind, col_parts=col_parts)
+    return along_rows, quantize(x, fmt, COLUMN_128, kind, col_parts=col_parts)
+
+
 def retile(
     source: QuantizedTensor,
     tile: Tile,
@@ -294,6 +302,11 @@ def retile(
     if (log := ledger.active()) is not None:
         log.look_at_cast(source, cast, groups)
     return cast
+
+
+def decode(source: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The values of codes, fp32(code * scale) rounded to dtype, [..., R, C]."""
+    return source.decode().to(dtype)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> Choice:
