@@ -7,6 +7,7 @@ of its kernel; who asks for one says in what format and with which scale kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from dsv3fp8.kernels.backend import Choice, against_triton
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.rope import reference as rope_reference
+from dsv3fp8.kernels.rope.reference import Both, Cast
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.precision import flush
 from dsv3fp8.precision.formats import Format
@@ -50,9 +52,8 @@ def norm_forward(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 def norm_forward_cast(
     x: Tensor, gamma: Tensor, eps: float, fmt: Format, kind: str, keep: bool
 ) -> tuple[Tensor | None, QuantizedTensor]:
-    if choose_norm(x, fmt=fmt).backend == "triton":
-        return _kernels("norm").forward_cast(x, gamma, eps, fmt, kind, keep)
-    return norm_reference.forward_cast(x, gamma, eps, fmt, kind, keep)
+    choice = choose_norm(x, fmt=fmt)
+    return _with_casts(choice, "norm", norm_reference, "forward_cast", x, gamma, eps, fmt, kind, keep)
 
 
 def norm_backward(
@@ -61,6 +62,13 @@ def norm_backward(
     if choose_norm(x, grads).backend == "triton":
         return _kernels("norm").backward(x, gamma, eps, grads, rail)
     return norm_reference.backward(x, gamma, eps, grads, rail)
+
+
+def norm_backward_cast(
+    x: Tensor, gamma: Tensor, eps: float, dy: Tensor, beside: Tensor | None, fmt: Format, kind: str
+) -> tuple[QuantizedTensor, QuantizedTensor, Tensor]:
+    choice = choose_norm(x, [dy], fmt)
+    return _with_casts(choice, "norm", norm_reference, "backward_cast", x, gamma, eps, dy, beside, fmt, kind)
 
 
 def choose_swiglu(h: Operand, fmt: Format | None = None) -> Choice:
@@ -74,29 +82,20 @@ def choose_swiglu(h: Operand, fmt: Format | None = None) -> Choice:
 def swiglu_forward_cast(
     h: Tensor, weight: Tensor | None, cache_kind: str, through_cache: bool, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    return _swiglu("forward_cast", h, fmt, h, weight, cache_kind, through_cache, fmt, kind)
+    choice = choose_swiglu(h, fmt)
+    return _with_casts(choice, "swiglu", swiglu_reference, "forward_cast", h, weight, cache_kind, through_cache, fmt, kind)
 
 
-def swiglu_forward_again(
-    cache: Operand, dtype: torch.dtype, weight: Tensor | None, fmt: Format, kind: str
-) -> QuantizedTensor:
-    return _swiglu("forward_again", cache, fmt, cache, dtype, weight, fmt, kind)
+def swiglu_forward_again(cache: Operand, dtype: torch.dtype, weight: Tensor | None, fmt: Format, kind: str) -> QuantizedTensor:
+    choice = choose_swiglu(cache, fmt)
+    return _with_casts(choice, "swiglu", swiglu_reference, "forward_again", cache, dtype, weight, fmt, kind)
 
 
 def swiglu_backward_cast(
     cache: Operand, dout: Tensor, weight: Tensor | None, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, QuantizedTensor, Tensor | None]:
-    return _swiglu("backward_cast", cache, fmt, cache, dout, weight, fmt, kind)
-
-
-def _swiglu(name: str, read: Operand, fmt: Format, *arguments: Any) -> Any:
-    if choose_swiglu(read, fmt).backend != "triton":
-        return getattr(swiglu_reference, name)(*arguments)
-    if flush.active_meter() is not None:
-        # The kernel's casts count nothing. The reference counts what they see, and only that is taken from it: its sums may
-        # differ in the last bit, and to be counted must not change a result.
-        getattr(swiglu_reference, name)(*arguments)
-    return getattr(_kernels("swiglu"), name)(*arguments)
+    choice = choose_swiglu(cache, fmt)
+    return _with_casts(choice, "swiglu", swiglu_reference, "backward_cast", cache, dout, weight, fmt, kind)
 
 
 def choose_rope(q: Tensor, fmt: Format | None = None) -> Choice:
@@ -107,6 +106,24 @@ def choose_rope(q: Tensor, fmt: Format | None = None) -> Choice:
 def rope_forward(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kernels = _kernels("rope") if choose_rope(q).backend == "triton" else rope_reference
     return kernels.forward(q, kv, k_rope, cos, sin)
+
+
+def rope_backward_cast(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, q_cast: Cast, kv_cast: Cast
+) -> tuple[Both, Both, Tensor]:
+    choice = choose_rope(dq, q_cast[0])
+    return _with_casts(choice, "rope", rope_reference, "backward_cast", dq, dk, dv, cos, sin, q_cast, kv_cast)
+
+
+def _with_casts(choice: Choice, kernels: str, reference: ModuleType, name: str, *arguments: Any) -> Any:
+    """An op whose casts ride on it, on the backend of `choice`."""
+    if choice.backend != "triton":
+        return getattr(reference, name)(*arguments)
+    if flush.active_meter() is not None:
+        # The kernel's casts count nothing. The reference counts what they see, and only that is taken from it: its sums may
+        # differ in the last bit, and to be counted must not change a result.
+        getattr(reference, name)(*arguments)
+    return getattr(_kernels(kernels), name)(*arguments)
 
 
 def explain(device: torch.device, dtype: torch.dtype, casts: Format | None) -> list[tuple[str, Choice]]:

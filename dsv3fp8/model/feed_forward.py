@@ -22,7 +22,8 @@ class FeedForward(Masters):
         self.down = Linear(recipe, f"{prefix}down", hidden, dim)
 
     def forward(self, x: Activation) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x), self.recipe, self.down.quantizers))
+        slot = self.gate_up.slot()
+        out: Tensor = self.down(swiglu(self.gate_up(x, slot=slot), self.recipe, self.down.quantizers, slot))
         return out
 
 

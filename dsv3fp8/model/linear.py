@@ -13,6 +13,7 @@ from dsv3fp8.ops.linear import linear
 from dsv3fp8.ops.norm import norm
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.recompute import Projection, norm_again
+from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.ops.stash import Activation, Stash, keep
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
@@ -45,8 +46,12 @@ class Linear(Masters):
         self.codes = WeightCodes(self.quantizers, row_parts=parts)
         self.parts = parts
 
-    def forward(self, x: Activation, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, self.quantizers, self.codes, residual=residual, out_parts=self.parts)
+    def forward(self, x: Activation, residual: Tensor | None = None, slot: GradientSlot | None = None) -> Tensor:
+        return linear(x, self.weight, self.quantizers, self.codes, residual=residual, out_parts=self.parts, slot=slot)
+
+    def slot(self) -> GradientSlot:
+        """For one call and the op that alone reads its output."""
+        return GradientSlot(self.quantizers)
 
     def projection(self, x: Activation) -> Projection:
         """This linear of x for a backward that runs it again."""

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from dsv3fp8.kernels.backend import matmul_nt
 from dsv3fp8.ops import report
 from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
 from dsv3fp8.precision import ledger
@@ -26,12 +27,16 @@ from dsv3fp8.precision.widen import widened
 
 @dataclass(frozen=True)
 class LinearCall:
-    """The non-tensor arguments of one call. out_parts: parts of the output features tiled on their own (gate, up)."""
+    """The non-tensor arguments of one call.
+
+    out_parts: parts of the output features tiled on their own (gate, up). slot: where dY may come as codes.
+    """
 
     x: Activation
     quantizers: LinearQuantizers
     codes: WeightCodes
     out_parts: int
+    slot: GradientSlot | None
 
 
 class _Linear(torch.autograd.Function):
@@ -46,12 +51,8 @@ class _Linear(torch.autograd.Function):
             product = (product + residual.to(wide)).to(out_dtype)
         ctx.save_for_backward(weight, *call.x.stash.tensors)
         # Not the call itself: it holds fprop's operand, which nobody reads again.
-        ctx.restore, ctx.quantizers, ctx.codes, ctx.out_parts = (
-            call.x.stash.restore,
-            call.quantizers,
-            call.codes,
-            call.out_parts,
-        )
+        ctx.restore, ctx.quantizers, ctx.codes = call.x.stash.restore, call.quantizers, call.codes
+        ctx.out_parts, ctx.slot = call.out_parts, call.slot
         ctx.edge_dtype = edge.dtype
         ctx.has_residual = residual is not None
         ctx.node, name = ledger.here(gemm.op), names(gemm.op)
@@ -66,14 +67,13 @@ class _Linear(torch.autograd.Function):
         weight, *stash = ctx.saved_tensors
         quantizers: LinearQuantizers = ctx.quantizers
         gemm = quantizers.gemm
-        dy = dy.contiguous()
-        along_n = quantizers.quantize("gradient", dy, 1, col_parts=ctx.out_parts)
-        along_tokens = None
-        if ctx.needs_input_grad[1]:
-            along_tokens = quantizers.other_orientation("gradient", dy, along_n, col_parts=ctx.out_parts)
+        for_wgrad = ctx.needs_input_grad[1]
+        left = ctx.slot.take() if ctx.slot is not None else None
+        along_n, along_tokens = left or _cast(dy, quantizers, ctx.out_parts, for_wgrad)
+        along_tokens = along_tokens if for_wgrad else None
         node, name = ctx.node, names(gemm.op)
         if node:
-            report.gradient_cast(node, dy, along_n, along_tokens)
+            report.gradient_cast(node, None if left else dy, along_n, along_tokens)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             codes = ctx.codes.dgrad(weight)
@@ -91,6 +91,13 @@ class _Linear(torch.autograd.Function):
         return dx, dw, dy if ctx.has_residual else None, None
 
 
+def _cast(dy: Tensor, quantizers: LinearQuantizers, out_parts: int, for_wgrad: bool) -> tuple[Operand, Operand | None]:
+    """dY along its columns and, where wgrad will read it, along the tokens."""
+    if for_wgrad:
+        return quantizers.both_orientations("gradient", dy, col_parts=out_parts)
+    return quantizers.quantize("gradient", dy, 1, col_parts=out_parts), None
+
+
 def linear(
     x: Activation,
     weight: Tensor,
@@ -99,12 +106,14 @@ def linear(
     *,
     residual: Tensor | None = None,
     out_parts: int = 1,
+    slot: GradientSlot | None = None,
 ) -> Tensor:
     """y [T, N] = x [T, K] @ W [N, K]^T (+ residual [T, N], added in fp32 before the one rounding).
 
-    weight: the FP32 master. The gradient of x comes in the dtype of x's edge: FP32 where it is summed with others.
+    weight: the FP32 master. slot: where the one op that reads y may leave its gradient as codes. The gradient of x comes in
+    the dtype of x's edge: FP32 where it is summed with others.
     """
-    y: Tensor = _Linear.apply(x.edge, weight, residual, LinearCall(x, quantizers, codes, out_parts))
+    y: Tensor = _Linear.apply(x.edge, weight, residual, LinearCall(x, quantizers, codes, out_parts, slot))
     return y
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsv3fp8.kernels.backend import quantize, retile
+from dsv3fp8.kernels.backend import quantize, quantize_both, retile
 from dsv3fp8.kernels.quantize.reference import scale_from_amax
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
@@ -114,6 +114,15 @@ class LinearQuantizers(nn.Module):
         if not isinstance(quantized, QuantizedTensor) or getattr(self.gemm, role).one_orientation:
             return quantized
         return self.quantize(role, x, 0, col_parts=col_parts, groups=groups)
+
+    def both_orientations(
+        self, role: str, x: Tensor, *, col_parts: int = 1, groups: Tensor | None = None
+    ) -> tuple[Operand, Operand]:
+        """x as `quantize` gives it along its columns, and in its `other_orientation`, with one kernel where there is one."""
+        if cast := self.rides(role):  # the experts' rows share no tile, whatever the groups
+            return quantize_both(x, *cast, col_parts=col_parts)
+        quantized = self.quantize(role, x, 1, col_parts=col_parts, groups=groups)
+        return quantized, self.other_orientation(role, x, quantized, col_parts=col_parts, groups=groups)
 
     def retile(self, role: str, kept: Operand, groups: Tensor | None = None) -> Operand:
         """A kept operand with its rows as the wgrad's K (128x1 tiles), from its codes, never from a lost original.

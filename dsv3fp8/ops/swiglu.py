@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import backend
-from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_forward_again, swiglu_forward_cast
+from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward_cast, swiglu_forward_again, swiglu_forward_cast
 from dsv3fp8.kernels.swiglu.reference import backward, forward
 from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E4M3
@@ -69,23 +70,30 @@ def activate_again(
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, cache: Stash, node: ledger.Node | None) -> Tensor:
+    def forward(ctx: Any, h: Tensor, cache: Stash, node: ledger.Node | None, slot: GradientSlot | None) -> Tensor:
         ctx.save_for_backward(*cache.tensors)
-        ctx.restore, ctx.dtype, ctx.node = cache.restore, h.dtype, node
+        ctx.restore, ctx.dtype, ctx.node, ctx.slot = cache.restore, h.dtype, node, slot
         return edge_of((h.shape[0], h.shape[1] // 2), h.dtype, h.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        cache = ctx.restore(ctx.saved_tensors)
-        dh, _ = backward(values_of(cache), dout, ctx.dtype)
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        cache, slot, dh = ctx.restore(ctx.saved_tensors), ctx.slot, None
+        if slot is not None and slot.cast and choose_swiglu(cache, slot.cast[0]).backend == "triton":
+            along_n, along_tokens, _ = swiglu_backward_cast(cache, dout, None, *slot.cast)
+            slot.fill(along_n, along_tokens)
+        else:
+            dh, _ = backward(values_of(cache), dout, ctx.dtype)
         if ctx.node:
-            ctx.node.report("backward", dh, {cache_name(cache): cache, "dact": dout}, {"dh": dh})
-        return dh, None, None
+            ctx.node.report("backward", dout, {cache_name(cache): cache, "dact": dout}, {"dh": dh})
+        return edge_of(cache.shape, ctx.dtype, dout.device) if dh is None else dh, None, None, None
 
 
-def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
-    """h [T, 2F] -> the down projection's input [T, F]. down: the quantizers of the down projection, which mint it."""
+def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers, slot: GradientSlot | None = None) -> Activation:
+    """h [T, 2F] -> the down projection's input [T, F].
+
+    down: the quantizers of the down projection, which mint it. slot: of the linear that h comes from.
+    """
     with torch.no_grad():
         cached, out, operand = activate(h, recipe, down)
         cache = keep(cached, cache_name(cached))
@@ -93,7 +101,7 @@ def swiglu(h: Tensor, recipe: Recipe, down: LinearQuantizers) -> Activation:
     node = ledger.here(f"{prefix}swiglu")
     if node:
         report_forward(node, prefix, h, cached, out, operand, recipe)
-    edge = _SwiGLU.apply(h, cache, node)
+    edge = _SwiGLU.apply(h, cache, node, slot)
     if recipe.swiglu_output == "keep":
         return Activation(edge, operand)
     dtype, restore, scale = h.dtype, cache.restore, down.known_scale("input", operand)

@@ -87,6 +87,7 @@ def gradients_in_blocks(patch: pytest.MonkeyPatch) -> None:
         return attention_op.quantize(x, E4M3, BLOCK_128, self.gemm.gradient.scale, col_parts=rest.get("col_parts", 1))
 
     patch.setattr(LinearQuantizers, "quantize", blocks)
+    patch.setattr(LinearQuantizers, "rides", lambda *_: None)
 
 
 def output_cached_in_bf16(patch: pytest.MonkeyPatch) -> None:

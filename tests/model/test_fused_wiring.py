@@ -1,0 +1,129 @@
+"""Ops whose casts ride on them, and the slots that carry a gradient's codes to its linear: the wiring changes no bit.
+
+The kernels are played by their references, which count nothing, as the kernels count nothing.
+"""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import RECIPES, build, gradients, nano, recipe, windows
+
+from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels.norm import reference as norm_reference
+from dsv3fp8.kernels.rope import reference as rope_reference
+from dsv3fp8.kernels.swiglu import reference as swiglu_reference
+from dsv3fp8.ops.slot import GradientSlot
+from dsv3fp8.precision.flush import measure_flush, uncounted
+from dsv3fp8.precision.ledger import observe_ops
+
+REFERENCES = {"norm": norm_reference, "rope": rope_reference, "swiglu": swiglu_reference}
+# More than a tile in every width, and tails.
+SIZES: dict[str, Any] = {
+    "dim": 144, "heads": 3, "q_latent": 136, "kv_latent": 130, "head_nope": 40, "head_rope": 8, "head_v": 24, "ffn": 136,
+    "expert_ffn": 40,
+}  # fmt: skip
+
+
+def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on every op with a fused kernel takes it; returns the names of those that ran."""
+    ran: list[str] = []
+
+    def played(module: ModuleType, name: str) -> Any:
+        def run(*arguments: Any) -> Any:
+            ran.append(f"{module.__name__.split('.')[-2]} {name}")
+            with uncounted():
+                return getattr(module, name)(*arguments)
+
+        return run
+
+    def kernels(name: str) -> Any:
+        module = REFERENCES[name]
+        functions = {f: played(module, f) for f in vars(module) if f.startswith(("forward", "backward"))}
+        return SimpleNamespace(reason_against=lambda *_: None, **functions)
+
+    monkeypatch.setattr(elementwise, "against_triton", lambda _: None)
+    monkeypatch.setattr(elementwise, "_kernels", kernels)
+    return ran
+
+
+def outcome(name: str, *overrides: str, **sizes: Any) -> tuple[dict[str, torch.Tensor], Any, float]:
+    """(gradients, ledger, share of flushed values) of a step."""
+    config = nano(**{**SIZES, **sizes})
+    model = build(config, recipe(name, *overrides))
+    with measure_flush() as meter:
+        gradients(model, [windows(config)])
+    with observe_ops() as ledger:
+        return gradients(model, [windows(config)]), ledger, meter.share()
+
+
+def assert_same_outcome(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **sizes: Any) -> list[str]:
+    want, want_ledger, want_share = outcome(name, *overrides, **sizes)
+    ran = pretend_kernels(monkeypatch)
+    got, ledger, share = outcome(name, *overrides, **sizes)
+    assert got.keys() == want.keys()
+    assert [key for key in got if not torch.equal(got[key], want[key])] == []
+    assert ledger.records == want_ledger.records
+    assert (ledger.unreported, ledger.unsaved) == ([], [])
+    assert share == want_share
+    return ran
+
+
+@pytest.mark.parametrize("recompute", ["none", "norms_and_up"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_gives_the_same_bits_records_and_counts(
+    name: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same_outcome(monkeypatch, name, f"recompute={recompute}")
+
+
+TOGGLES = [
+    ("ops.gate_up.gradient.format=none", "ops.q_b.gradient.format=none"), ("ops.kv_b.gradient.format=e5m2",),
+    ("ops.q_a.input.scale=pow2", "ops.shared_gate_up.input.tile=row"), ("ops.kv_a.input.format=none",),
+    ("ops.kv_a.gradient.tile=row", "ops.q_b.input.tile=tensor"), ("swiglu_cache.format=compute", "swiglu_output=keep"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("toggle", TOGGLES, ids="+".join)
+def test_readers_and_slots_that_differ_give_the_same_bits(toggle: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no cast can ride on is cast on its own, beside what one can."""
+    assert_same_outcome(monkeypatch, "dsv3", *toggle)
+
+
+@pytest.mark.parametrize("sizes", [{"q_latent": None}, {"shared_experts": 0}], ids=str)
+def test_other_models_give_the_same_bits(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_outcome(monkeypatch, "dsv3", **sizes)
+
+
+def test_under_dsv3_every_fused_kernel_runs_and_no_plain_backward_that_a_cast_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = set(assert_same_outcome(monkeypatch, "dsv3", mtp_depth=0))
+    assert ran >= {"swiglu forward_cast", "swiglu forward_again", "swiglu backward_cast"}
+    assert "swiglu backward" not in ran
+
+
+def test_a_slot_is_filled_once_and_taken_once() -> None:
+    from dsv3fp8.kernels.backend import quantize_both
+    from dsv3fp8.ops.quantizers import LinearQuantizers
+    from dsv3fp8.precision.formats import E4M3, E5M2
+
+    given = recipe("hybrid", "ops.kv_b.gradient.tile=row")
+    assert GradientSlot(LinearQuantizers(given, "kv_b")).cast is None
+    slot = GradientSlot(LinearQuantizers(given, "q_b"))
+    assert slot.cast == (E5M2, "fp32")
+    codes = quantize_both(torch.ones(2, 2), E4M3)
+    slot.fill(*codes)
+    assert slot.take() == codes
+    assert slot.take() is None
+
+
+def test_a_frozen_weight_behind_a_filled_slot_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = nano(mtp_depth=0)
+    model = build(config, recipe("dsv3"))
+    model.layers[0].feed_forward.ffn.gate_up.weight.requires_grad_(False)
+    want = gradients(model, [windows(config)])
+    pretend_kernels(monkeypatch)
+    with observe_ops() as ledger:
+        got = gradients(model, [windows(config)])
+    assert [key for key in want if not torch.equal(got[key], want[key])] == []
+    assert ledger.find("gate_up", "wgrad") == []
