@@ -21,7 +21,7 @@ from dsv3fp8.model.sizes import flops_per_token, parameter_counts
 from dsv3fp8.model.targets import Totals, count_targets, targets_at
 from dsv3fp8.ops.cross_entropy import cross_entropy, head_logits
 from dsv3fp8.ops.embedding import embedding
-from dsv3fp8.ops.quantizers import ScaleState
+from dsv3fp8.ops.quantizers import LinearQuantizers, ScaleState
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
@@ -60,6 +60,7 @@ class Transformer(Masters):
         self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "final_norm")
         if not config.tied_head:
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.head_codes = WeightCodes(LinearQuantizers(recipe, "head"))
         self.mtp = nn.ModuleList(MultiTokenModule(config, recipe, scope=f"mtp.{d}") for d in range(config.mtp_depth))
 
     @property
@@ -109,7 +110,7 @@ class Transformer(Masters):
             sequences = Sequences.of(self.config, tokens, documents)
             x, _ = self._blocks(tokens, sequences)
             _, y, _ = self.norm(x, ())
-            return head_logits(y, self.head_weight, self.recipe.compute).view(*tokens.shape, -1)
+            return head_logits(y, self.head_weight, self.head_codes).view(*tokens.shape, -1)
 
     def _blocks(self, inputs: Tensor, sequences: Sequences) -> tuple[Tensor, list[Tensor | None]]:
         ledger.enter("")
@@ -128,7 +129,7 @@ class Transformer(Masters):
         """(x for a reader beside the head, the summed loss of the head on norm(x))."""
         rail, y, (edge,) = norm(x, (x.dtype,))
         kept = norm.stash(x, y)
-        return rail, cross_entropy(edge, y, self.head_weight, targets.flatten(), self.recipe.compute, kept).sum()
+        return rail, cross_entropy(edge, y, self.head_weight, targets.flatten(), self.head_codes, kept).sum()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

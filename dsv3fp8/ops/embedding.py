@@ -5,17 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dsv3fp8.kernels import outer
 from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.ops.weights import compute_dtype
 from dsv3fp8.precision import ledger
 
 
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.vocabulary = weight.shape[0]
+        return outer.embedding_forward(ids, weight, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return None, outer.embedding_backward(ids, dx, ctx.vocabulary), None
+
+
 def embedding(ids: Tensor, weight: Tensor, compute: str) -> Tensor:
     """Rows of the FP32 master [V, D] for ids int64 [T], rounded to the compute dtype. Its gradient sums in FP32."""
-    out = F.embedding(ids, weight).to(compute_dtype(compute, weight))
+    out: Tensor = _Embedding.apply(ids, weight, compute_dtype(compute, weight))
     if node := ledger.here("embedding"):
         node.report("forward", out, {"ids": ids, "w_embedding": weight}, {"x0": out}, {"ids": ids})
     return out

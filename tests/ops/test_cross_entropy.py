@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv3fp8.ops import cross_entropy as module
 from dsv3fp8.ops.cross_entropy import IGNORED, cross_entropy, head_logits
 from dsv3fp8.ops.embedding import embedding
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.precision.recipe import Recipe
 
 TOKENS, DIM, VOCABULARY = 13, 8, 15
 
@@ -27,8 +30,12 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, targets
 
 
+def codes(compute: str) -> WeightCodes:
+    return WeightCodes(LinearQuantizers(Recipe(name="plain", compute=compute), "head"))
+
+
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, compute: str = "fp32") -> Tensor:
-    return cross_entropy(hidden, hidden, weight, targets, compute)
+    return cross_entropy(hidden, hidden, weight, targets, codes(compute))
 
 
 @pytest.fixture(params=[2**24, 4 * VOCABULARY, 1], ids=["one chunk", "chunks of four", "one row at a time"])
@@ -91,13 +98,13 @@ def test_neither_pass_writes_into_what_it_was_given() -> None:
     """L07: logits read after the loss are what they were before."""
     hidden, weight, targets = case(torch.float32)
     before = [t.detach().clone() for t in (hidden, weight, targets)]
-    logits = head_logits(hidden.detach(), weight, "fp32")
+    logits = head_logits(hidden.detach(), weight, codes("fp32"))
     loss = ours(hidden, weight, targets)
     grad = torch.ones_like(loss)
     loss.backward(grad)
     assert all(torch.equal(a, b) for a, b in zip(before, (hidden, weight, targets), strict=True))
     assert torch.equal(grad, torch.ones_like(loss))
-    assert torch.equal(head_logits(hidden.detach(), weight, "fp32"), logits)
+    assert torch.equal(head_logits(hidden.detach(), weight, codes("fp32")), logits)
 
 
 class LargestTensor(TorchDispatchMode):

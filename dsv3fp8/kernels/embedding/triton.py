@@ -1,0 +1,74 @@
+"""Embedding lookup in Triton: gather and cast in one kernel; backward without atomics, so that two runs give equal bits.
+
+Forward is the reference bit for bit. Backward sorts the ids and sums the rows of each in order, 16 at a time, in FP32.
+
+Passes (bytes per element): forward reads 4 and writes 2; backward reads 2 of dx in BF16 and writes 4 of the whole weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv3fp8.precision.tiles import ceil_div
+
+_COLS = 1024  # columns of a row that a program of the lookup copies
+_TILE = (16, 128)  # rows and columns of dx that a program of backward holds
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot round to this dtype, or None when they can."""
+    if dtype in (torch.bfloat16, torch.float32):
+        return None
+    return f"the Triton embedding gives bf16 or fp32, not {str(dtype).removeprefix('torch.')}"
+
+
+def forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`reference.forward` of an fp32 weight, rows contiguous."""
+    ids, cols = ids.contiguous(), weight.shape[1]
+    out = torch.empty(ids.numel(), cols, dtype=dtype, device=weight.device)
+    if out.numel():
+        grid = (ids.numel() * ceil_div(cols, _COLS),)
+        _forward_kernel[grid](ids, weight, out, cols, weight.stride(0), BLOCK=_COLS, num_warps=4)
+    return out
+
+
+def backward(ids: Tensor, dx: Tensor, vocabulary: int) -> Tensor:
+    """`reference.backward` of bf16 or fp32 dx."""
+    dx, cols = dx.contiguous(), dx.shape[1]
+    dweight = torch.empty(vocabulary, cols, dtype=torch.float32, device=dx.device)
+    if not dx.numel():
+        return dweight.zero_()
+    found, order = torch.sort(ids, stable=True)
+    first = torch.searchsorted(found, torch.arange(vocabulary + 1, device=ids.device))
+    rows, width = _TILE
+    _backward_kernel[(vocabulary * ceil_div(cols, width),)](
+        dx, order, first, dweight, cols, ROWS=rows, COLS=width, num_warps=2
+    )  # fmt: skip
+    return dweight
+
+
+@triton.jit
+def _forward_kernel(ids, weight, out, cols, stride, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(cols, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(weight + (tl.load(ids + token) * stride + c), mask=c < cols, other=0.0)
+    tl.store(out + (token * cols + c), row.to(out.dtype.element_ty), mask=c < cols)
+
+
+@triton.jit
+def _backward_kernel(dx, order, first, dweight, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    blocks = tl.cdiv(cols, COLS)
+    word = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    begin, end = tl.load(first + word), tl.load(first + word + 1)
+    total = tl.zeros([COLS], tl.float32)
+    for start in range(begin, end, ROWS):
+        r = start + tl.arange(0, ROWS)
+        token = tl.load(order + r, mask=r < end, other=0)
+        inside = (r < end)[:, None] & (c < cols)[None, :]
+        total += tl.sum(tl.load(dx + (token[:, None] * cols + c[None, :]), mask=inside, other=0.0).to(tl.float32), 0)
+    tl.store(dweight + (word * cols + c), total, mask=c < cols)

@@ -1,0 +1,58 @@
+"""What lies outside the layers, embedding and cross-entropy, on the backend that `choose` takes: Triton on Hopper, else torch.
+
+Signatures are those of kernels/{embedding,cross_entropy}/reference.py, which define the results.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.kernels.backend import Choice, against_triton
+from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
+from dsv3fp8.kernels.embedding import reference as embedding_reference
+
+
+def choose(kernels: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The backend of "embedding", which rounds to dtype, or of "cross_entropy", whose logits have it."""
+    against = against_triton(device)
+    if against is None:
+        against = _triton(kernels).reason_against(dtype)
+    if against is None:
+        return Choice("triton", "one kernel, fp32 arithmetic")
+    return Choice("reference", f"torch, fp32 arithmetic: {against}")
+
+
+def _triton(kernels: str) -> Any:
+    return import_module(f"dsv3fp8.kernels.{kernels}.triton")
+
+
+def embedding_forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    taken = choose("embedding", weight.device, dtype).backend == "triton" and weight.dtype == torch.float32
+    return (_triton("embedding") if taken else embedding_reference).forward(ids, weight, dtype)
+
+
+def embedding_backward(ids: Tensor, dx: Tensor, vocabulary: int) -> Tensor:
+    taken = choose("embedding", dx.device, dx.dtype).backend == "triton"
+    return (_triton("embedding") if taken else embedding_reference).backward(ids, dx, vocabulary)
+
+
+def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return _cross_entropy(logits).forward(logits, targets)
+
+
+def cross_entropy_backward(logits: Tensor, lse: Tensor, targets: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    return _cross_entropy(logits).backward(logits, lse, targets, dloss, dtype)
+
+
+def _cross_entropy(logits: Tensor) -> Any:
+    taken = choose("cross_entropy", logits.device, logits.dtype).backend == "triton"
+    return _triton("cross_entropy") if taken else cross_entropy_reference
+
+
+def explain(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Choice]]:
+    """(op, choice); dtype: the recipe's compute dtype."""
+    return [("embedding", choose("embedding", device, dtype)), ("loss", choose("cross_entropy", device, torch.float32))]

@@ -1,0 +1,58 @@
+"""The kernels outside the layers in Triton's interpreter: run by test_outer.py in a process of its own."""
+
+import pytest
+import torch
+from interpreted_triton import _as_on_a_gpu
+
+from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
+from dsv3fp8.kernels.cross_entropy import triton as cross_entropy
+from dsv3fp8.kernels.cross_entropy.reference import IGNORED
+from dsv3fp8.kernels.embedding import reference as embedding_reference
+from dsv3fp8.kernels.embedding import triton as embedding
+
+__all__ = ["_as_on_a_gpu"]  # the fixture
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 200), (3, 9000), (0, 10)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cross_entropy(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Ignored targets, an expanded and a strided gradient, maxima that come last, logits far from zero and not finite."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(rows, cols, generator=generator)
+    targets = torch.randint(cols, (rows,), generator=generator)
+    if rows > 2:
+        logits[0, -1], logits[1] = 80, logits[1] - 1e4
+        targets[2] = IGNORED
+    if rows > 4:
+        logits[3, 7], logits[4, 11], logits[4, :3] = torch.nan, torch.inf, -torch.inf
+    loss, lse = cross_entropy.forward(logits, targets)
+    want_loss, want_lse = cross_entropy_reference.forward(logits, targets)
+    assert torch.allclose(lse, want_lse, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.allclose(loss, want_loss, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for dloss in (torch.ones(()).expand(rows), torch.randn(2 * rows, generator=generator)[::2]):
+        got, want = (k.backward(logits, want_lse, targets, dloss, dtype) for k in (cross_entropy, cross_entropy_reference))
+        assert got.dtype == want.dtype == dtype
+        close = 2**-7 if dtype == torch.bfloat16 else 1e-5  # the interpreter's exp is numpy's
+        assert torch.allclose(got.float(), want.float(), rtol=close, atol=1e-30, equal_nan=True)
+
+
+def test_rows_of_minus_infinity_have_no_logarithm() -> None:
+    """As torch.logsumexp has it: -inf, and NaN where that is taken off itself."""
+    logits = torch.full((1, 5000), -torch.inf)
+    assert cross_entropy.forward(logits, torch.tensor([0]))[1].tolist() == [-torch.inf]
+
+
+@pytest.mark.parametrize(("vocabulary", "cols", "tokens"), [(1, 1, 1), (7, 130, 90), (40, 16, 33), (5, 8, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embedding(vocabulary: int, cols: int, tokens: int, dtype: torch.dtype) -> None:
+    """Ids that repeat often and ids that are absent; ids and gradients with strides."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocabulary, cols, generator=generator)
+    ids = (torch.randint(vocabulary, (2 * tokens,), generator=generator) // 2)[::2]
+    got, want = (k.forward(ids, weight, dtype) for k in (embedding, embedding_reference))
+    assert torch.equal(got, want)
+    dx = torch.randn(cols, tokens, generator=generator).to(dtype).mT
+    got, want = (k.backward(ids, dx, vocabulary) for k in (embedding, embedding_reference))
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got == 0, want == 0)

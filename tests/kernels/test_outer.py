@@ -1,0 +1,90 @@
+"""The kernels outside the layers: compiled for Hopper, on a GPU, and in the interpreter.
+
+The interpreter runs interpreted_outer.py in a process of its own, because TRITON_INTERPRET=1 holds for a whole process.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6")
+
+from test_triton_compiles import compiled, resources
+
+from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
+from dsv3fp8.kernels.cross_entropy import triton as cross_entropy
+from dsv3fp8.kernels.cross_entropy.reference import IGNORED
+from dsv3fp8.kernels.embedding import reference as embedding_reference
+from dsv3fp8.kernels.embedding import triton as embedding
+
+__all__ = ["compiled"]  # the fixture
+
+
+def launches(width: int) -> dict[str, Callable[[], object]]:
+    """Every kernel, at a vocabulary or a width."""
+    logits, targets, per_row = torch.zeros(8, width), torch.zeros(8, dtype=torch.int64), torch.zeros(8)
+    x, weight = torch.zeros(8, width).bfloat16(), torch.zeros(16, width)
+    return {
+        "cross-entropy": lambda: cross_entropy.forward(logits, targets),
+        "cross-entropy backward": lambda: cross_entropy.backward(logits, per_row, targets, per_row, torch.bfloat16),
+        "embedding": lambda: embedding.forward(targets, weight, torch.bfloat16),
+        "embedding backward": lambda: embedding.backward(targets, x, 16),
+    }
+
+
+@pytest.mark.parametrize("width", [1, 200, 1024, 32000])
+@pytest.mark.parametrize("case", launches(1))
+def test_nothing_spills_and_wide_rows_are_read_in_vectors(case: str, width: int, compiled: list[Any], tmp_path: Path) -> None:
+    launches(width)[case]()
+    (kernel,) = compiled
+    used = resources(kernel, tmp_path)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    if width % 16 == 0:
+        assert re.search(r"\bld\.global\.v4\.b32" if case != "embedding backward" else r"\bld\.global\.v\d", kernel.asm["ptx"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 200), (300, 32000), (7, 129280)])
+def test_on_a_gpu_cross_entropy_is_the_reference(rows: int, cols: int) -> None:
+    """Backward to the bit, forward but for the order of its sum, and both alike in two runs."""
+    logits, targets = 4 * torch.randn(rows, cols, device="cuda"), torch.randint(cols, (rows,), device="cuda")
+    targets[rows // 2] = IGNORED
+    loss, lse = cross_entropy.forward(logits, targets)
+    want_loss, want_lse = cross_entropy_reference.forward(logits.double(), targets)
+    assert torch.allclose(lse.double(), want_lse, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip((loss, lse), cross_entropy.forward(logits, targets), strict=True))
+    for dtype in (torch.bfloat16, torch.float32):
+        for dloss in (torch.tensor(0.3, device="cuda").expand(rows), torch.randn(rows, device="cuda")):
+            got, want = (k.backward(logits, lse, targets, dloss, dtype) for k in (cross_entropy, cross_entropy_reference))
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeated", [False, True])
+def test_on_a_gpu_the_embedding_is_the_reference(repeated: bool) -> None:
+    weight = torch.randn(1000, 328, device="cuda")
+    ids = torch.randint(3 if repeated else 1000, (5000,), device="cuda")
+    dx = torch.randn(5000, 328, device="cuda").bfloat16()
+    got, want = (k.forward(ids, weight, torch.bfloat16) for k in (embedding, embedding_reference))
+    assert torch.equal(got, want)
+    got = embedding.backward(ids, dx, 1000)
+    assert torch.equal(got, embedding.backward(ids, dx, 1000))
+    want = embedding_reference.backward(ids, dx.double(), 1000)
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(got == 0, want == 0)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    tests = Path(__file__).with_name("interpreted_outer.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parents[2], check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
