@@ -6,21 +6,29 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dsv3fp8 import kernels
 from dsv3fp8.observe.bench.rates import Call
 
 SHOWN = 16  # kernels of the table
-KINDS: tuple[tuple[str, str], ...] = (
+FUSED, EXCHANGE, ENDS = "norm, SwiGLU, RoPE, residual", "router, dispatch, combine", "embedding, loss"
+FOLDERS = {
+    "gemm": "GEMM", "quantize": "casts", "norm": FUSED, "swiglu": FUSED, "rope": FUSED, "residual": FUSED, "router": EXCHANGE,
+    "exchange": EXCHANGE, "embedding": ENDS, "cross_entropy": ENDS, "optimizer": "optimizer", "attention": "attention",
+}  # fmt: skip
+"""What the kernels of each folder of dsv3fp8/kernels are for."""
+LIBRARIES: tuple[tuple[str, str], ...] = (
+    ("fused by torch.compile", r"^triton_(poi|red|per|tem)_"),
     ("attention", r"cudnn|sdpa|flash|fmha|attention"),
-    ("GEMM", r"gemm|rows_kernel|wgrad_kernel|nvjet|cutlass|xmma|splitk|gemv|aten::mm|aten::bmm|grouped_mm"),
-    ("casts", r"quantize|columns_kernel|retile|_cast"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|splitk|gemv|aten::mm|aten::bmm|grouped_mm"),
+    ("casts", r"quantize|block_scaled|cast_transpose"),
     ("copies", r"memcpy|memset|copy"),
-    ("fused", r"\b_\w+_kernel\b"),
 )
 OTHER = "other torch kernels"
 
@@ -96,8 +104,21 @@ def _part(time: int, total: int) -> dict[str, float]:
 
 @lru_cache(4096)
 def kind_of(name: str) -> str:
-    """The kind of a kernel, by its name."""
-    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), OTHER)
+    """The kind of a kernel, by its name: one of this package's by the folder that it is written in."""
+    if (ours := own_kernels().get(name)) is not None:
+        return ours
+    return next((kind for kind, pattern in LIBRARIES if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+@cache
+def own_kernels() -> dict[str, str]:
+    """The kind of every Triton and Gluon kernel of this package, by name."""
+    root = Path(next(iter(kernels.__path__)))
+    return {
+        name: FOLDERS.get(path.relative_to(root).parts[0], OTHER)
+        for path in sorted(root.glob("*/**/*.py"))
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
 
 
 @lru_cache(4096)

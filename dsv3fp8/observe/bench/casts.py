@@ -43,14 +43,19 @@ def cast_tables(setting: Setting) -> list[Table]:
 
 def attention_tables(setting: Setting) -> list[Table]:
     """Causal attention with unequal head sizes, forward and backward, 2 FLOP a multiply-add of the visible half."""
-    heads, length, qk, v = setting.sizes.attention
-    square = float(length) * length * heads  # two FLOP, half of the scores
-    cases = [
-        Case("forward", square * (qk + v), lambda: _attention(setting, backward=False)),
-        Case("backward", square * (3 * qk + 2 * v), lambda: _attention(setting, backward=True)),
-    ]
+    heads, length, qk, v = size = setting.sizes.attention
     about = f"causal, 1 × {heads} heads × {length}, q and k {qk} wide, v {v}; backward makes the scores again"
-    return [Table("attention", "Attention", "TFLOP/s", "", about, cases)]
+    return [Table("attention", "Attention", "TFLOP/s", "", about, attention_cases(setting, size))]
+
+
+def attention_cases(setting: Setting, size: tuple[int, int, int, int]) -> list[Case]:
+    """Forward and backward. size: heads, tokens, q and k width, v width."""
+    heads, length, qk, v = size
+    square = float(length) * length * heads  # two FLOP, half of the scores
+    return [
+        Case("forward", square * (qk + v), lambda: _attention(setting, size, backward=False)),
+        Case("backward", square * (3 * qk + 2 * v), lambda: _attention(setting, size, backward=True)),
+    ]
 
 
 def moved(shape: tuple[int, ...], fmt: Format, tile: Tile, read: float) -> float:
@@ -96,8 +101,8 @@ def _memcpy(setting: Setting) -> Way:
     return Way("ours", lambda: [lambda: target.copy_(source)], note="torch's copy_ of equal tensors")
 
 
-def _attention(setting: Setting, backward: bool) -> list[Way]:
-    heads, length, qk, v_width = setting.sizes.attention
+def _attention(setting: Setting, size: tuple[int, int, int, int], backward: bool) -> list[Way]:
+    heads, length, qk, v_width = size
     q, k, dout_wide = (random(setting, 1, length, heads, qk) for _ in range(3))
     v, dout = random(setting, 1, length, heads, v_width), dout_wide[..., :v_width].contiguous()
     scale = qk**-0.5

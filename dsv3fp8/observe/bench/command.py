@@ -9,37 +9,43 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import hopper_reason
-from dsv3fp8.observe.bench import peers
+from dsv3fp8.observe.bench import layer as layers
+from dsv3fp8.observe.bench import linears, peers, steps
 from dsv3fp8.observe.bench.casts import attention_tables, cast_tables
 from dsv3fp8.observe.bench.fused import fused_tables
 from dsv3fp8.observe.bench.gemms import dense_tables
 from dsv3fp8.observe.bench.grouped import grouped_tables
-from dsv3fp8.observe.bench.layer import layer_breakdown, layer_memory, layer_subjects, layer_table
-from dsv3fp8.observe.bench.linears import linear_tables
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
 from dsv3fp8.observe.bench.page import page, shown
 from dsv3fp8.observe.bench.rates import Table, judged
-from dsv3fp8.observe.bench.sizes import SIZES
-from dsv3fp8.observe.bench.steps import step_breakdown, step_table, trainers
+from dsv3fp8.observe.bench.roofline import roofline, roofline_tables
+from dsv3fp8.observe.bench.sizes import SIZES, StepSize
 from dsv3fp8.observe.bench.timing import Clock, one_line, release, run_case
 from dsv3fp8.observe.output import writable_directory
+from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import environment
 
 HELP = ("-h", "--help", "help")
-KINDS = ("kernels", "linear", "layer", "step")
-PARTS: dict[str, Callable[[Setting], list[Table]]] = {
+KERNELS: dict[str, Callable[[Setting], list[Table]]] = {
     "casts": cast_tables, "fused": fused_tables, "grouped": grouped_tables, "dense": dense_tables,
     "attention": attention_tables,
 }  # fmt: skip
+KINDS: dict[str, tuple[str, ...]] = {
+    "kernels": tuple(KERNELS), "linear": linears.PARTS, "layer": layers.PARTS, "step": steps.PARTS
+}  # fmt: skip
+"""What can be measured, and the parts of each that `only` picks."""
+PAGE = "page"
+TE_RECIPE = "te_blockwise"
 
 
 @dataclass
@@ -52,25 +58,24 @@ class BenchConfig:
     rounds: int = 5
     # Other libraries' calls as well, where they can be imported: Transformer Engine, DeepGEMM.
     peers: bool = False
-    # Of `kernels`: casts, fused, grouped, dense, attention, several with commas. Empty: all of them.
+    # Parts of the kind, with commas. Empty: all of them.
     only: str = ""
-    # Of `linear`, `layer` and `step`: recipes, with commas; `layer` and `step` compare with the last one.
+    # Of `linear` the first recipe, of `layer` and `step` all, with commas; the last of `step` is the peer.
     recipes: str = "dsv3,bf16"
-    # Of `layer`: also the same layer in plain PyTorch, eager and under torch.compile, which becomes the peer.
-    compiled: bool = False
     # Of `step`.
     model: Literal["small", "medium"] = "small"
     # tiny tries the path, on a CPU too: its figures mean nothing.
     sizes: Literal["full", "tiny"] = "full"
     # auto, cpu or cuda.
     device: str = "auto"
+    # The source's, for the page, where the source lies without its history.
+    commit: str = ""
 
     def validate(self) -> None:
         """Raise UserError with every value that makes no sense."""
         problems = device_problems("device", self.device)
         if self.rounds < 1:
             problems.append(f"rounds={self.rounds} must be at least 1")
-        problems += [f"only={name}: there are {', '.join(PARTS)}" for name in self.parts if name not in PARTS]
         if not self.names:
             problems.append("recipes is empty; give names with commas, such as recipes=dsv3,bf16")
         if len(set(self.names)) < len(self.names):
@@ -79,9 +84,11 @@ class BenchConfig:
             problems.append("device=cpu measures nothing of use at full size: add sizes=tiny to try the command out")
         raise_problems(problems)
 
-    @property
-    def parts(self) -> list[str]:
-        return [name for name in self.only.split(",") if name] or list(PARTS)
+    def parts(self, kind: str) -> list[str]:
+        """What is measured of this kind; UserError for what it has not."""
+        wanted = [name for name in self.only.split(",") if name]
+        raise_problems([f"only={name}: {kind} has {', '.join(KINDS[kind])}" for name in wanted if name not in KINDS[kind]])
+        return wanted or list(KINDS[kind])
 
     @property
     def names(self) -> list[str]:
@@ -94,6 +101,8 @@ def main(arguments: list[str]) -> int:
         print(help_text())
         return 0 if arguments else 2
     kind, config = parse(arguments)
+    if kind == PAGE:
+        return write_pages(Path(config.out))
     device = select_device(config.device)
     against = None if config.sizes == "tiny" and config.device == "cpu" else hopper_reason(device)
     if against is not None:
@@ -109,15 +118,18 @@ def main(arguments: list[str]) -> int:
     found, left_out = peers.find() if config.peers else ({}, [])
     setting = Setting(SIZES[config.sizes], Clock(device, config.rounds), recipes[0], frozenset(found))
     torch.manual_seed(0)
-    data: dict[str, Any] = {"about": {}, "notes": left_out, "tables": [], "breakdowns": {}}
+    data: dict[str, Any] = {"about": {}, "notes": left_out, "tables": [], "roofline": {}, "breakdowns": {}}
     if device.type != "cuda":
         data["notes"].append("on a CPU, at tiny sizes: the path was tried, the figures mean nothing")
-    measure(kind, config, setting, data)
+    if kind in ("layer", "step") and peers.TRANSFORMER_ENGINE in found and TE_RECIPE not in config.names:
+        recipes.insert(1, recipe_named(TE_RECIPE))
+    measure(kind, config.parts(kind), setting, recipes, setting.sizes.steps[config.model], data)
     about = environment(device)
+    about["commit"] = about["commit"] or config.commit or None
     about["packages"] |= found
     data["about"] = {
         **about, "kind": kind, "command": shlex.join(["dsv3fp8", "bench", *arguments]), "rounds": config.rounds,
-        "sizes": config.sizes, "recipes": config.names, "seconds": time.monotonic() - started,
+        "sizes": config.sizes, "recipes": [recipe.name for recipe in recipes], "seconds": time.monotonic() - started,
     }  # fmt: skip
     _show(data)
     (out / f"{kind}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -129,46 +141,85 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> tuple[str, BenchConfig]:
     """The kind and the keys; UserError for what is none."""
     kind, *rest = arguments
-    if kind not in KINDS:
-        raise UserError(f"bench {kind}: there are {', '.join(KINDS)}, as in `dsv3fp8 bench kernels`")
-    return kind, build(BenchConfig, key_values(rest, "rounds=3 out=runs/bench"))
+    if kind not in (*KINDS, PAGE):
+        raise UserError(f"bench {kind}: there are {', '.join((*KINDS, PAGE))}, as in `dsv3fp8 bench kernels`")
+    config = build(BenchConfig, key_values(rest, "rounds=3 out=runs/bench"))
+    if kind in KINDS:
+        config.parts(kind)
+    return kind, config
+
+
+def write_pages(directory: Path) -> int:
+    """The Markdown page of every KIND.json in a directory, written beside it; the exit status."""
+    sources = [path for path in sorted(directory.glob("*.json")) if _is_run(path)]
+    if not sources:
+        raise UserError(f"out={directory}: there is no JSON of a bench in it; give the directory that one was written to")
+    for source in sources:
+        target = source.with_suffix(".md")
+        target.write_text(page(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
+        print(target)
+    return 0
+
+
+def _is_run(path: Path) -> bool:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return isinstance(found, dict) and found.get("about", {}).get("kind") in KINDS
 
 
 def help_text() -> str:
     """The kinds, and the keys with their defaults and comments."""
     keys = "\n".join(f"  {key:<10}{note}" for key, _, note in leaves(BenchConfig))
     return (
-        "Usage: dsv3fp8 bench kernels|linear|layer|step [key=value …]\n\n"
+        "Usage: dsv3fp8 bench kernels|linear|layer|step [key=value …]\n"
+        "       dsv3fp8 bench page out=DIRECTORY\n\n"
         "Measures on one Hopper GPU, each figure beside its peer in the same run:\n"
-        "  kernels   casts, fused ops, grouped and dense GEMMs, attention\n"
-        "  linear    one linear, forward and backward, from BF16 operands\n"
-        "  layer     a MoE layer of DeepSeek-V3's size, forward and backward, with a breakdown by kernel\n"
-        "  step      training steps of model=small or medium, with a breakdown by kernel\n\n"
+        f"  kernels   each kernel by itself: {', '.join(KINDS['kernels'])}\n"
+        f"  linear    one linear, forward and backward, from BF16 operands: {', '.join(KINDS['linear'])}\n"
+        "  layer     a MoE layer of DeepSeek-V3's size, forward and backward, beside plain PyTorch and its own roofline:\n"
+        f"            {', '.join(KINDS['layer'])}\n"
+        f"  step      training steps of model=small or medium: {', '.join(KINDS['step'])}\n"
+        "only= picks parts, which are named behind each kind.\n"
+        "  page      writes the page of every run whose JSON lies in a directory again\n\n"
         f"{keys}"
     )
 
 
-def measure(kind: str, config: BenchConfig, setting: Setting, data: dict[str, Any]) -> None:
-    """Run the kind's cases into `data`, a line of progress for each."""
+def measure(kind: str, parts: list[str], setting: Setting, recipes: list[Recipe], size: StepSize, data: dict[str, Any]) -> None:
+    """Run parts of a kind into `data`, a line of progress for each case. size: of the steps."""
     if kind == "kernels":
-        for part in config.parts:
-            for table in PARTS[part](setting):
+        for part in parts:
+            for table in KERNELS[part](setting):
                 _run(table, setting, data)
     elif kind == "linear":
-        for table in linear_tables(setting):
-            _run(table, setting, data)
+        tables = linears.linear_tables(setting)
+        for part in parts:
+            _run(tables[part], setting, data)
     elif kind == "layer":
-        subjects = layer_subjects(setting, [recipe_named(name) for name in config.names], config.compiled)
-        timed = _run(layer_table(setting, subjects), setting, data)["forward + backward"]
-        for name, subject in subjects.items():
-            _break_down(name, data, partial(layer_breakdown, setting, subject, timed.get(name)))
-            _break_down(name, data, partial(layer_memory, setting, subjects, name))
+        _measure_layer(parts, setting, recipes, data)
     else:
-        size = setting.sizes.steps[config.model]
-        with trainers(setting, size, config.names) as made:
-            (timed,) = _run(step_table(size, made), setting, data).values()
-            for name, trainer in made.items():
-                _break_down(name, data, partial(step_breakdown, setting, trainer, timed.get(name)))
+        with steps.trainers(setting, size, [recipe.name for recipe in recipes]) as made:
+            timed: dict[str, float | None] = {}
+            if "rates" in parts:
+                (timed,) = _run(steps.step_table(size, made), setting, data).values()
+            for name, trainer in made.items() if "breakdown" in parts else ():
+                _break_down(name, data, partial(steps.step_breakdown, setting, trainer, timed.get(name)))
+
+
+def _measure_layer(parts: list[str], setting: Setting, recipes: list[Recipe], data: dict[str, Any]) -> None:
+    subjects = layers.layer_subjects(setting, recipes, parts)
+    timed: dict[str, float | None] = {}
+    if subjects:
+        timed = _run(layers.layer_table(setting, subjects), setting, data)[layers.BOTH_WAYS]
+    if "weights" in parts:
+        for table in layers.weight_tables(setting, subjects):
+            _run(table, setting, data)
+    for name, subject in subjects.items() if "breakdown" in parts else ():
+        _break_down(name, data, partial(layers.layer_breakdown, setting, subject, timed.get(name)))
+        _break_down(name, data, partial(layers.layer_memory, setting, subjects, name))
+    if "roofline" in parts:
+        subjects.clear()  # their memory
+        measured = {table.name: _run(table, setting, data) for table in roofline_tables(setting)}
+        data["roofline"] = roofline(setting, measured, timed)
 
 
 def _run(table: Table, setting: Setting, data: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -213,4 +264,3 @@ def _show(data: dict[str, Any]) -> None:
             print(f"  {note}")
     for note in data["notes"]:
         print(note)
-

@@ -32,7 +32,7 @@ def dense_tables(setting: Setting) -> list[Table]:
         ("wgrad", "dYᵀ [N, T] · x [T, K], E4M3 128×1 · 128×1 → FP32 (torch's: BF16 → BF16)"),
     ):
         cases = [
-            Case(f"{tokens} × {k} → {n}", 2.0 * tokens * n * k, partial(_ways, setting, gemm, n, k))
+            Case(f"{tokens} × {k} → {n}", 2.0 * tokens * n * k, partial(dense_ways, setting, gemm, tokens, n, k))
             for n, k in setting.sizes.dense
         ]
         about = f"{what}; operands are quantized before the clock starts"
@@ -40,8 +40,8 @@ def dense_tables(setting: Setting) -> list[Table]:
     return tables
 
 
-def _ways(setting: Setting, gemm: str, n: int, k: int) -> list[Way]:
-    tokens = setting.sizes.tokens
+def dense_ways(setting: Setting, gemm: str, tokens: int, n: int, k: int) -> list[Way]:
+    """One of the three GEMMs of y [tokens, N] = x [tokens, K] W^T."""
     sets = range(setting.clock.sets(tokens * (n + k) + n * k))
     plain: list[tuple[Tensor, Tensor]] = []
     pairs: list[Pair] = []

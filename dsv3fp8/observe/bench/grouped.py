@@ -28,9 +28,9 @@ def grouped_tables(setting: Setting) -> list[Table]:
         ("dgrad", "dY [rows, N] · W [E, N, K], E4M3 1×128 · 128×128 → BF16"),
         ("wgrad", "dYᵀ · x of each expert, E4M3 128×1 · 128×1 → FP32, beta 0 (torch's: BF16 → BF16)"),
     ):
-        ways = _wgrad_ways if gemm == "wgrad" else _row_ways
         cases = [
-            Case(_named(shape), 2.0 * math.prod(shape), partial(ways, setting, gemm, shape)) for shape in setting.sizes.grouped
+            Case(_named(shape), 2.0 * math.prod(shape), partial(grouped_ways, setting, gemm, shape))
+            for shape in setting.sizes.grouped
         ]
         about = f"{what}; operands are quantized before the clock starts"
         tables.append(Table(f"grouped {gemm}", f"Grouped {gemm}", "TFLOP/s", PEER, about, cases))
@@ -56,8 +56,13 @@ def _wgrad_bytes(shape: tuple[int, int, int, int]) -> int:
 
 
 def _bytes_ways(setting: Setting, shape: tuple[int, int, int, int]) -> list[Way]:
-    ours = next(way for way in _wgrad_ways(setting, "wgrad", shape) if way.name == "ours")
+    ours = next(way for way in _wgrad_ways(setting, shape) if way.name == "ours")
     return [ours, copy_way(setting)]
+
+
+def grouped_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -> list[Way]:
+    """One of the three GEMMs of y = x W^T of each expert. shape: experts, tokens each, N, K."""
+    return _wgrad_ways(setting, shape) if gemm == "wgrad" else _row_ways(setting, gemm, shape)
 
 
 def _plan(setting: Setting, experts: int, tokens: int) -> tuple[Plan, torch.Tensor]:
@@ -83,13 +88,13 @@ def _row_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -> 
     return ways
 
 
-def _wgrad_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -> list[Way]:
+def _wgrad_ways(setting: Setting, shape: tuple[int, int, int, int]) -> list[Way]:
     experts, tokens, n, k = shape
     plan, ends = _plan(setting, experts, tokens)
     (dy, dy_codes), (x, x_codes) = columns(setting, experts * tokens, n), columns(setting, experts * tokens, k)
     spec = setting.recipe.linear(SPEC)
     like = torch.empty(1, device=setting.device)  # for its dtype: every group has rows
-    chosen = backend.choose_grouped(dy_codes, x_codes, spec, gemm, torch.float32)
+    chosen = backend.choose_grouped(dy_codes, x_codes, spec, "wgrad", torch.float32)
     return [
         Way("ours", lambda: [lambda: grouped_wgrad(dy_codes, x_codes, plan, like, spec)], note=str(chosen)),
         Way(PEER, lambda: [lambda: F.grouped_mm(dy.mT, x, offs=ends)]),

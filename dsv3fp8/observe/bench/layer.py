@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,13 +14,17 @@ from dsv3fp8.model.block import Block
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.observe.bench.breakdown import breakdown
+from dsv3fp8.observe.bench.casts import COPY, copy_way
 from dsv3fp8.observe.bench.operands import Setting, random
 from dsv3fp8.observe.bench.plain import PlainSubject
 from dsv3fp8.observe.bench.rates import Call, Case, Table, Way
 from dsv3fp8.observe.kept_bytes import block_config
+from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
 
 PLAIN, COMPILED = "torch BF16", "torch.compile BF16"
+PARTS = ("recipes", "eager", "compiled", "weights", "roofline", "breakdown")
+BOTH_WAYS = "forward + backward"
 
 
 class Running(Protocol):
@@ -67,16 +71,35 @@ class Subject:
         grads = [self.dy, *(torch.full_like(t, 1e-4) for t in out[1:])]
         return torch.autograd.grad(out, [self.x, *self.block.parameters()], grads, allow_unused=True)
 
+    def cast_weights(self) -> object:
+        """Every weight's codes, for fprop and dgrad, as the first forward and backward of a step make them."""
+        for codes, weight in self.weights():
+            codes.invalidate()
+            codes.fprop(weight)
+            codes.dgrad(weight)
+        return None
 
-def layer_subjects(setting: Setting, recipes: Sequence[Recipe], compiled: bool) -> dict[str, Running]:
-    """The same layer under each recipe; compiled: and as plain PyTorch has it, eager and under torch.compile."""
+    def weights(self) -> list[tuple[WeightCodes, Tensor]]:
+        """What casts each weight, and the weight's master."""
+        found = []
+        for module in self.block.modules():
+            for name, codes in vars(module).items():
+                if isinstance(codes, WeightCodes):
+                    master = getattr(module, "weight" if name == "codes" else name.removesuffix("_codes"))
+                    found.append((codes, master))
+        return found
+
+
+def layer_subjects(setting: Setting, recipes: Sequence[Recipe], parts: Collection[str]) -> dict[str, Running]:
+    """The same layer under each recipe, and as plain PyTorch has it, eager and under torch.compile, as far as `parts` asks."""
     name, tokens = setting.sizes.layer
     config = block_config(name)
     makers: dict[str, Callable[[], Running]] = {
-        recipe.name: partial(Subject.of, config, recipe, setting, tokens) for recipe in recipes
+        recipe.name: partial(Subject.of, config, recipe, setting, tokens) for recipe in recipes if "recipes" in parts
     }
-    if compiled:
+    if "eager" in parts:
         makers[PLAIN] = partial(PlainSubject, config, tokens, setting.device, False)
+    if "compiled" in parts:
         makers[COMPILED] = partial(PlainSubject, config, tokens, setting.device, True)
     return {name: make() for name, make in makers.items()}
 
@@ -89,9 +112,24 @@ def layer_table(setting: Setting, subjects: dict[str, Running]) -> Table:
         # torch.compile makes graphs of its own accord or not at all: what is timed is what it launches.
         return [Way(n, partial(_calls, getattr(subject, call))) for n, subject in subjects.items()]
 
-    cases = [Case("forward", 1.0, partial(ways, "forward")), Case("forward + backward", 1.0, partial(ways, "forward_backward"))]
+    cases = [Case("forward", 1.0, partial(ways, "forward")), Case(BOTH_WAYS, 1.0, partial(ways, "forward_backward"))]
     about = f"one MoE layer of {name} with 8 experts, {tokens} tokens; weight casts are made before the clock starts"
     return Table("layer", f"A MoE layer of {name}", "ms", list(subjects)[-1], about, cases)
+
+
+def weight_tables(setting: Setting, subjects: dict[str, Running]) -> list[Table]:
+    """The casts of all weights under each recipe that quantizes them: they happen once an optimizer step."""
+    about = "FP32 masters read once, codes for fprop and for dgrad written; the ratio is the share of a copy's rate"
+    cases = []
+    for name, subject in subjects.items():
+        if isinstance(subject, Subject) and any(codes.quantizers.gemm.weight.quantized for codes, _ in subject.weights()):
+            work = 6.0 * sum(weight.numel() for _, weight in subject.weights())
+            cases.append(Case(name, work, partial(_weight_ways, setting, subject)))
+    return [Table("layer, weight casts", "Weight casts of the layer, once an optimizer step", "GB/s", COPY, about, cases)]
+
+
+def _weight_ways(setting: Setting, subject: Subject) -> list[Way]:
+    return [Way("ours", partial(_calls, subject.cast_weights)), copy_way(setting)]
 
 
 def _calls(call: Call) -> list[Call]:

@@ -21,11 +21,12 @@ from dsv3fp8.precision.tiles import QuantizedTensor
 
 PEER = "nn.Linear BF16"
 UPSTREAM = "casts upstream"
+PARTS = ("graph", "host", "weights")
 Set = tuple[Tensor, Tensor]  # x that requires a gradient, dy
 
 
-def linear_tables(setting: Setting) -> list[Table]:
-    """Replayed from a graph, the same launched by the host, and the weight casts, which happen once a step."""
+def linear_tables(setting: Setting) -> dict[str, Table]:
+    """Replayed from a graph, the same launched by the host, and the weight casts, which happen once a step; by part."""
     shapes, tokens = setting.sizes.linears, setting.sizes.tokens
     name = setting.recipe.name
 
@@ -39,19 +40,19 @@ def linear_tables(setting: Setting) -> list[Table]:
         f"{tokens} tokens; {name}: both casts of dY, the cast of x and its re-tile are counted, weight casts are not; "
         f"{UPSTREAM}: x and dY arrive as codes, the re-tile of x is counted"
     )
-    return [
-        Table("linear", "Linear, forward + backward", "TFLOP/s", PEER, about, cases(graph=True)),
-        Table(
+    return {
+        "graph": Table("linear", "Linear, forward + backward", "TFLOP/s", PEER, about, cases(graph=True)),
+        "host": Table(
             "linear, launched by the host", "Linear, forward + backward, launched by the host", "TFLOP/s", PEER,
             "the same without CUDA graphs: where launching takes longer than the chip, the rate is the host's",
             cases(graph=False),
         ),
-        Table(
+        "weights": Table(
             "weight casts", "Weight casts, once an optimizer step", "GB/s", COPY,
             "the FP32 master read once, codes for fprop and for dgrad written; the ratio is the share of a copy's rate",
             [Case(str(s), 6.0 * s.inputs * s.outputs, partial(_weight_casts, setting, s)) for s in shapes],
         ),
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 def _ways(setting: Setting, shape: LinearShape, graph: bool) -> list[Way]:
@@ -67,7 +68,8 @@ def _ways(setting: Setting, shape: LinearShape, graph: bool) -> list[Way]:
     if graph:
         ways.append(Way(UPSTREAM, partial(_upstream, setting, shape, sets)))
     if peers.TRANSFORMER_ENGINE in setting.peers:
-        ways.append(Way(peers.TRANSFORMER_ENGINE, partial(peers.te_linear, shape.inputs, shape.outputs, sets), graph=graph))
+        for name, scaling in peers.TE_SCALINGS.items():
+            ways.append(Way(name, partial(peers.te_linear, scaling, shape.inputs, shape.outputs, sets), graph=graph))
     return ways
 
 

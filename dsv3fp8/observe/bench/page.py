@@ -26,6 +26,8 @@ class Shown:
 def shown(data: dict[str, Any]) -> list[Shown]:
     """Every table of the run."""
     tables = [_rates(table) for table in data["tables"]]
+    if data.get("roofline"):
+        tables.append(_roofline(data["roofline"]))
     for name, found in data["breakdowns"].items():
         if "kernels" in found:  # else a note says why
             tables += [_kinds(name, found), _kernels(name, found)]
@@ -73,6 +75,27 @@ def _cell(way: dict[str, Any] | None, is_peer: bool, unit: str) -> str:
     if way["ratio"] is not None and not is_peer:
         text += f" ({way['ratio']:.2f})"
     return text + ("†" if way["host_included"] else "")
+
+
+def _roofline(found: dict[str, Any]) -> Shown:
+    once = found["once_a_step"]
+    total = {"part": "all of them", "work": "", "rates": "", "ms": found["ms"]}
+    rows = [[part["part"], part["work"], part["rates"], _ms(part["ms"])] for part in (*found["parts"], total)]
+    notes = [
+        "GEMMs at the best rate of each in this run (fprop / dgrad / wgrad), attention at cuDNN's time, what lies between them "
+        "at the rate of a copy: forward + backward under dsv3.",
+        *(f"{name}: {_ms(s['ms'])} ms, {_percent(s['share'])} of the roofline" for name, s in found["shares"].items()),
+        f"once an optimizer step and not in the sum: {once['part']}, {once['work']}, {_ms(once['ms'])} ms",
+    ]
+    return Shown("Roofline of the layer", ["part", "work", "TFLOP/s, GB/s", "ms"], rows, notes)
+
+
+def _ms(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.0f} %"
 
 
 def _kinds(name: str, found: dict[str, Any]) -> Shown:

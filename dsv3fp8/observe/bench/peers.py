@@ -15,6 +15,8 @@ from dsv3fp8.observe.bench.rates import Call
 from dsv3fp8.precision.tiles import QuantizedTensor
 
 TRANSFORMER_ENGINE, DEEP_GEMM = "Transformer Engine", "DeepGEMM"
+TE_SCALINGS = {"TE block scaling": "Float8BlockScaling", "TE current scaling": "Float8CurrentScaling"}
+"""Transformer Engine's recipes, by the name of their column."""
 MODULES = {TRANSFORMER_ENGINE: "transformer_engine.pytorch", DEEP_GEMM: "deep_gemm"}
 
 
@@ -30,23 +32,18 @@ def find() -> tuple[dict[str, str], list[str]]:
     return versions, lines
 
 
-def te_linear(inputs: int, outputs: int, sets: list[tuple[Tensor, Tensor]]) -> list[Call]:
-    """Transformer Engine's Linear under Float8BlockScaling, forward and backward, its weight cast once before.
+def te_linear(scaling: str, inputs: int, outputs: int, sets: list[tuple[Tensor, Tensor]]) -> list[Call]:
+    """Transformer Engine's Linear under one of its recipes, forward and backward, its weight cast once before.
 
     sets: x [T, inputs] that requires a gradient, and dy [T, outputs].
     """
     te: Any = importlib.import_module(MODULES[TRANSFORMER_ENGINE])
-    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+    recipe = getattr(importlib.import_module("transformer_engine.common.recipe"), scaling)()
     layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device="cuda")
     layer.weight.data.normal_(std=0.02)
 
-    def autocast() -> Any:
-        if hasattr(te, "autocast"):
-            return te.autocast(enabled=True, recipe=recipe)
-        return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
-
     def forward(x: Tensor, first: bool) -> Tensor:
-        with autocast():
+        with te.autocast(enabled=True, recipe=recipe):
             return layer(x, is_first_microbatch=first)
 
     forward(sets[0][0], True)  # casts the weight, which later calls keep

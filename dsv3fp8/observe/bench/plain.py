@@ -1,10 +1,13 @@
-"""The same MoE layer as plain PyTorch would have it in BF16, for torch.compile: the peer of the layer's figures.
+"""The same MoE layer as plain PyTorch would have it in BF16, eager and for torch.compile: the peer of the layer's figures.
 
 Weights, activations and gradients are BF16; the router's scores are FP32. cuDNN attention, F.grouped_mm over rows sorted by
-expert. Equations and sizes are those of model/block.py; nothing of its code is used.
+expert. Written to be fast: gate weights multiply inside the experts, where rows are narrow, and rows are moved by gathers in
+backward too, where indexing would sort and add. Equations and sizes are those of model/block.py; nothing of its code is used.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,12 +72,41 @@ class PlainLayer(nn.Module):
         order = torch.sort(expert, stable=True).indices
         bounds = torch.arange(config.experts, device=y.device)
         ends = torch.searchsorted(expert[order], bounds, right=True).to(torch.int32)
-        rows = y[order // config.top_k]
-        h = _swiglu(F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))
-        out = F.grouped_mm(h, self.down.transpose(1, 2), offs=ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=y.device))
-        copies = out[back].view(y.shape[0], config.top_k, -1)
-        return (copies * gate[..., None]).sum(1).to(y.dtype)
+        rows: Tensor = _Dispatched.apply(y, order, back, config.top_k)
+        weight: Tensor = _Permuted.apply(gate.flatten().to(y.dtype)[:, None], order, back)
+        h = _swiglu(F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)) * weight
+        out: Tensor = _Permuted.apply(F.grouped_mm(h, self.down.transpose(1, 2), offs=ends), back, order)
+        return out.view(y.shape[0], config.top_k, -1).sum(1)
+
+
+class _Dispatched(torch.autograd.Function):
+    """x [T, D] copied to `copies` rows a token, in `order`; back: where each of a token's rows lies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return drows[back].view(-1, ctx.copies, drows.shape[1]).sum(1), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, of which `inverse` is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return drows[inverse], None, None
 
 
 def _swiglu(h: Tensor) -> Tensor:

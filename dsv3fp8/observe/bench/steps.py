@@ -20,6 +20,7 @@ from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.step import train_step
 
 LR = 1e-4
+PARTS = ("rates", "breakdown")
 
 
 class Trainer:

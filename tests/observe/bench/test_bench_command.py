@@ -21,7 +21,9 @@ TABLES = {
         "dense dgrad", "dense wgrad", "attention",
     },
     "linear": {"linear", "linear, launched by the host", "weight casts"},
-    "layer": {"layer"},
+    "layer": {
+        "layer", "layer, weight casts", "layer, dense", "layer, grouped", "layer, attention", "layer, copy",
+    },
     "step": {"step"},
 }  # fmt: skip
 
@@ -32,10 +34,15 @@ def run(kind: str, out: Path, *words: str) -> dict[str, Any]:
     return data
 
 
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda layer: layer)  # compiling takes longer than all tests
+
+
 @pytest.mark.parametrize("kind", ["kernels", "linear", "layer", "step"])
 def test_each_kind_writes_its_tables(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = run(kind, tmp_path / "new" / "bench")
-    assert set(data) == {"about", "notes", "tables", "breakdowns"}
+    assert set(data) == {"about", "notes", "tables", "roofline", "breakdowns"}
     about = data["about"]
     assert {"started", "device", "packages", "cuda", "commit", "command", "seconds", "recipes"} < set(about)
     assert (about["kind"], about["rounds"], about["sizes"]) == (kind, 1, "tiny")
@@ -57,27 +64,66 @@ def test_each_kind_writes_its_tables(kind: str, tmp_path: Path, capsys: pytest.C
     assert "the figures mean nothing" in page
     assert f"see {tmp_path}" in text
     breaks = data["breakdowns"]
-    assert list(breaks) == (["dsv3", "bf16"] if kind in ("layer", "step") else [])
+    subjects = {"layer": ["dsv3", "bf16", "torch BF16", "torch.compile BF16"], "step": ["dsv3", "bf16"]}.get(kind, [])
+    assert list(breaks) == subjects
+    assert list(data["roofline"].get("shares", [])) == (subjects if kind == "layer" else [])
     for name, found in breaks.items():
-        assert found["launches"] > 100
+        assert found["launches"] > 50
         assert sum(part["share"] for part in found["kinds"].values()) == pytest.approx(1.0)
         assert f"## {name}: time by kernel" in page
 
 
 def test_some_parts_alone_and_other_recipes(tmp_path: Path) -> None:
     assert {table["name"] for table in run("kernels", tmp_path, "only=attention")["tables"]} == {"attention"}
-    data = run("linear", tmp_path, "recipes=rowwise")
-    assert "rowwise" in data["tables"][0]["cases"][0]["ways"]
-
-
-def test_the_layer_beside_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda layer: layer)  # compiling takes longer than all other tests
-    data = run("layer", tmp_path, "recipes=bf16", "compiled=true")
+    data = run("linear", tmp_path, "recipes=rowwise", "only=graph")
     (table,) = data["tables"]
-    assert table["peer"] == "torch.compile BF16"
-    assert [list(case["ways"]) for case in table["cases"]] == [["bf16", "torch BF16", "torch.compile BF16"]] * 2
-    assert all(way["failed"] == "" for case in table["cases"] for way in case["ways"].values())
-    assert list(data["breakdowns"]) == ["bf16", "torch BF16", "torch.compile BF16"]
+    assert "rowwise" in table["cases"][0]["ways"]
+
+
+@pytest.mark.parametrize(
+    ("only", "ways", "peer"),
+    [
+        ("recipes", ["bf16"], "bf16"),
+        ("eager,recipes", ["bf16", "torch BF16"], "torch BF16"),
+        ("compiled", ["torch.compile BF16"], "torch.compile BF16"),
+    ],
+)
+def test_the_layer_beside_plain_torch(only: str, ways: list[str], peer: str, tmp_path: Path) -> None:
+    data = run("layer", tmp_path, "recipes=bf16", f"only={only}")
+    (table,) = data["tables"]
+    assert table["peer"] == peer
+    assert [list(case["ways"]) for case in table["cases"]] == [ways] * 2
+    assert (data["breakdowns"], data["roofline"]) == ({}, {})
+
+
+def test_the_roofline_alone_needs_no_layer(tmp_path: Path) -> None:
+    data = run("layer", tmp_path, "only=roofline")
+    assert {table["name"] for table in data["tables"]} == {"layer, dense", "layer, grouped", "layer, attention", "layer, copy"}
+    assert data["roofline"]["shares"] == {}
+    assert data["roofline"]["ms"] == pytest.approx(sum(part["ms"] for part in data["roofline"]["parts"]))
+    assert "## Roofline of the layer\n" in (tmp_path / "layer.md").read_text(encoding="utf-8")
+
+
+def test_pages_are_written_again_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("linear", tmp_path, "only=weights")
+    page = (tmp_path / "linear.md").read_text(encoding="utf-8")
+    (tmp_path / "linear.json").rename(tmp_path / "linear_of_today.json")
+    (tmp_path / "other.json").write_text("[1]")
+    (tmp_path / "linear.md").unlink()
+    capsys.readouterr()
+    assert cli.main(["bench", "page", f"out={tmp_path}"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/linear_of_today.md\n"
+    assert (tmp_path / "linear_of_today.md").read_text(encoding="utf-8") == page
+    assert not (tmp_path / "other.md").exists()
+    (tmp_path / "linear_of_today.json").unlink()
+    assert cli.main(["bench", "page", f"out={tmp_path}"]) == 2
+    assert "there is no JSON of a bench in it" in capsys.readouterr().err
+
+
+def test_the_commit_is_given_where_the_source_has_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv3fp8.training.run_directory.source_commit", lambda directory: None)
+    assert run("kernels", tmp_path, "only=attention", "commit=abc1234")["about"]["commit"] == "abc1234"
+    assert run("kernels", tmp_path, "only=attention")["about"]["commit"] is None
 
 
 def test_peers_that_are_not_there_get_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +202,12 @@ def test_without_a_hopper_gpu_one_line_says_what_is_needed(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["kernel"], "bench kernel: there are kernels, linear, layer, step"),
+        (["kernel"], "bench kernel: there are kernels, linear, layer, step, page"),
         (["kernels", "fast"], "fast: expected key=value, such as rounds=3 out=runs/bench"),
         (["kernels", "round=3"], "round: no such key; did you mean rounds?"),
         (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
-        (["kernels", "only=gemms"], "only=gemms: there are casts, fused, grouped, dense, attention"),
+        (["kernels", "only=gemms"], "only=gemms: kernels has casts, fused, grouped, dense, attention"),
+        (["layer", "only=casts"], "only=casts: layer has recipes, eager, compiled, weights, roofline, breakdown"),
         (["layer", "recipes="], "recipes is empty; give names with commas, such as recipes=dsv3,bf16"),
         (["layer", "recipes=bf16,bf16"], "recipes=bf16,bf16 names one twice"),
         (["layer", "recipes=dsv4", "device=cpu", "sizes=tiny"], "recipe=dsv4"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv3fp8.observe.bench.breakdown import Event, kind_of, short, summarize
+from dsv3fp8.observe.bench.breakdown import FOLDERS, Event, kind_of, own_kernels, short, summarize
 from dsv3fp8.observe.bench.casts import moved
 from dsv3fp8.observe.bench.page import page, shown
 from dsv3fp8.observe.bench.rates import Case, Timing, Way, judged, rate, ratio
@@ -77,7 +77,9 @@ def test_a_breakdown_by_hand() -> None:
         ("wgrad_kernel", "GEMM"),
         ("_gemm_kernel", "GEMM"),
         ("_columns_kernel", "casts"),
-        ("_backward_kernel", "fused"),
+        ("_backward_kernel", "norm, SwiGLU, RoPE, residual"),
+        ("triton_poi_fused_add_silu_3", "fused by torch.compile"),
+        ("transformer_engine::block_scaled_1d_cast_transpose_kernel<bool>", "casts"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
         ("at::native::direct_copy_kernel_cuda", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other torch kernels"),
@@ -85,6 +87,11 @@ def test_a_breakdown_by_hand() -> None:
 )
 def test_kernels_have_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_every_kernel_of_this_package_has_the_kind_of_its_folder() -> None:
+    assert set(own_kernels().values()) <= set(FOLDERS.values())
+    assert own_kernels()["_quantize_kernel"] == "casts"
 
 
 def test_long_names_are_cut() -> None:
