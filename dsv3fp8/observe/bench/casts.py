@@ -33,7 +33,6 @@ def cast_tables(setting: Setting) -> list[Table]:
         _cast_case(setting, "quantize E5M6 1×128", (rows, cols), E5M6, ROW_128),
         _retile_case(setting, "re-tile E4M3 1×128 → 128×1", (rows, cols), E4M3),
         _retile_case(setting, "re-tile E5M6 1×128 → E4M3 128×1", (rows, cols), E5M6),
-        Case("memcpy", 2.0 * setting.sizes.copied, lambda: [_memcpy(setting), copy_way(setting)]),
     ]
     about = (
         "input once and codes and scales once, in the layout that the backend gives; the ratio is the share of a copy's rate"
@@ -93,12 +92,6 @@ def _retile_case(setting: Setting, name: str, shape: tuple[int, int], fmt: Forma
 
 def _ours(call: Callable[[], QuantizedTensor], note: str) -> Way:
     return Way("ours", lambda: [call], note=note)
-
-
-def _memcpy(setting: Setting) -> Way:
-    source = random(setting, setting.sizes.copied // 4, dtype=torch.float32)
-    target = torch.empty_like(source)
-    return Way("ours", lambda: [lambda: target.copy_(source)], note="torch's copy_ of equal tensors")
 
 
 def _attention(setting: Setting, size: tuple[int, int, int, int], backward: bool) -> list[Way]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -103,7 +105,7 @@ def _sampler(way: Way, clock: Clock, timing: Timing) -> Callable[[], float]:
             timing.host = f"not captured: {one_line(error)}"
             torch.cuda.synchronize(clock.device)
         else:
-            return lambda: _replayed_ms(graph) / count
+            return partial(_replayed_ms, graph, calls, count)
     # The host may run ahead of the chip: what counts is the slower of the two.
     return lambda: _event_ms(lambda: [calls[i % len(calls)]() for i in range(count)]) / count
 
@@ -117,7 +119,9 @@ def _calls_in_a_sample(each_ms: float, sample_ms: float, sets: int) -> int:
 def _synchronizes(call: Call) -> str:
     """Why a call cannot be captured: it waits for the device. "" if it does not."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         call()
     except RuntimeError as error:
@@ -138,9 +142,10 @@ def _captured(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replayed_ms(graph: torch.cuda.CUDAGraph) -> float:
+def _replayed_ms(graph: torch.cuda.CUDAGraph, calls: Sequence[Call], count: int) -> float:
+    """One of the `count` calls in the graph. calls: they hold the operands, of which a graph has the addresses alone."""
     graph.replay()  # clocks and caches as they are when the same work goes on
-    return _event_ms(graph.replay)
+    return _event_ms(graph.replay) / count
 
 
 def _event_ms(call: Call) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from dsv3fp8.observe.bench.rates import Call, Way
+from dsv3fp8.observe.bench import timing
+from dsv3fp8.observe.bench.rates import Call, Timing, Way
 from dsv3fp8.observe.bench.timing import Clock, race
 
 
@@ -88,6 +90,30 @@ def test_calls_are_captured_and_their_time_is_of_one_call(chip: Chip) -> None:
     assert {timing.host for timing in found.values()} == {""}
     assert chip.graphs == [[2.0] * 3, [1.0, 3.0, 1.0, 3.0]]  # 6 ms of calls, whole rotations
     assert chip.mode == 0
+
+
+def test_what_a_graph_reads_is_held_until_its_last_replay(chip: Chip) -> None:
+    """Operands that only the calls know: a graph has their addresses, and does not hold them."""
+
+    class Operand:
+        pass
+
+    held = [Operand()]
+    alive = weakref.ref(held[0])
+
+    def make() -> list[Call]:
+        operand, run = held.pop(), chip.call(2.0)
+
+        def call(operand: Operand = operand) -> None:
+            run()
+
+        return [call]
+
+    sample = timing._sampler(Way("a", make), CUDA, Timing())
+    assert alive() is not None
+    assert sample() == 2.0
+    del sample
+    assert alive() is None
 
 
 def test_what_waits_for_the_device_is_launched_by_the_host(chip: Chip) -> None:
