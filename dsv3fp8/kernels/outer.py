@@ -1,6 +1,7 @@
-"""What lies outside the layers, embedding and cross-entropy, on the backend that `choose` takes: Triton on Hopper, else torch.
+"""What lies outside the layers on the backend that `choose` takes: Triton on Hopper, else torch.
 
-Signatures are those of kernels/{embedding,cross_entropy}/reference.py, which define the results.
+Signatures are those of kernels/{embedding,cross_entropy}/reference.py, which define the results. AdamW is launched by
+ops/adamw.py: its backends want the scalars of an update in different places.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dsv3fp8.kernels.embedding import reference as embedding_reference
 
 
 def choose(kernels: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The backend of "embedding", which rounds to dtype, or of "cross_entropy", whose logits have it."""
+    """The backend of "embedding", "cross_entropy" or "optimizer". dtype: of its output, its logits or its moments."""
     against = against_triton(device)
     if against is None:
         against = _triton(kernels).reason_against(dtype)
@@ -55,4 +56,6 @@ def _cross_entropy(logits: Tensor) -> Any:
 
 def explain(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Choice]]:
     """(op, choice); dtype: the recipe's compute dtype."""
-    return [("embedding", choose("embedding", device, dtype)), ("loss", choose("cross_entropy", device, torch.float32))]
+    fp32 = torch.float32
+    ops = {"embedding": ("embedding", dtype), "loss": ("cross_entropy", fp32), "optimizer": ("optimizer", fp32)}
+    return [(op, choose(kernels, device, of)) for op, (kernels, of) in ops.items()]

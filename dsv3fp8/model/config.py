@@ -9,7 +9,7 @@ from typing import Any
 from dsv3fp8.errors import UserError
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class YarnConfig:
     """YaRN for contexts above the original length; factor 1 means plain RoPE.
 
@@ -44,7 +44,7 @@ class YarnConfig:
         return problems
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class ModelConfig:
     """Every size of a DeepSeek-V3-style model."""
 

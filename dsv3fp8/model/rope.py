@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,10 +56,15 @@ def softmax_scale(config: ModelConfig) -> float:
     return scale
 
 
+@cache
+def _frequencies_on(config: ModelConfig, device: torch.device) -> Tensor:
+    # Once a device: copying them there for every batch would wait for it.
+    return inverse_frequencies(config).to(device)
+
+
 def rope_table(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [..., head_rope / 2], of integer positions [...]."""
-    frequencies = inverse_frequencies(config).to(positions.device)
-    angles = positions[..., None].to(torch.float64) * frequencies
+    angles = positions[..., None].to(torch.float64) * _frequencies_on(config, positions.device)
     ratio = 1.0
     if uses_yarn(config):
         yarn = config.yarn

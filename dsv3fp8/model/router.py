@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -32,11 +34,24 @@ class Router(Masters):
             self.load += expert_counts(ids, config.experts, real)
         return Routing(ids, gate_weights(scores, ids, config.normalize, config.route_scale), scores)
 
-    @torch.no_grad()
-    def end_step(self, applied: bool) -> None:
-        """Sign rule, once per optimizer step: overloaded experts lose bias_update_speed, underloaded ones gain it."""
-        if applied and self.config.bias_update_speed > 0:
-            # sign(mean - load) in integers: exact, and equal wherever the counts are.
-            excess = self.load.sum() - self.load * self.config.experts
-            self.bias += self.config.bias_update_speed * torch.sign(excess).to(self.bias.dtype)
-        self.load.zero_()
+    def end_step(self, applied: Tensor | bool) -> None:
+        """`end_step` of this router alone."""
+        end_step([self], applied)
+
+
+@torch.no_grad()
+def end_step(routers: Sequence[Router], applied: Tensor | bool) -> None:
+    """Sign rule, once per optimizer step: overloaded experts lose bias_update_speed, underloaded ones gain it.
+
+    routers: of one model. applied: False moves no bias, the counts begin anew all the same; not read where it is a tensor.
+    """
+    if not routers:
+        return
+    loads, config = [router.load for router in routers], routers[0].config
+    if config.bias_update_speed > 0:
+        # sign(mean - load) in integers: exact, and equal wherever the counts are.
+        load = torch.stack(loads)
+        sign = torch.sign(load.sum(1, keepdim=True) - load * config.experts) * applied
+        biases = [router.bias for router in routers]
+        torch._foreach_add_(biases, list((config.bias_update_speed * sign.to(biases[0].dtype)).unbind()))
+    torch._foreach_zero_(loads)

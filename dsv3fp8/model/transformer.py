@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.linear import Masters, RMSNorm
 from dsv3fp8.model.manifest import precision_manifest
 from dsv3fp8.model.multi_token import MultiTokenModule
-from dsv3fp8.model.router import Router
+from dsv3fp8.model.router import Router, end_step
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.model.sizes import flops_per_token, parameter_counts
 from dsv3fp8.model.targets import Totals, count_targets, targets_at
@@ -31,13 +32,19 @@ from dsv3fp8.precision.recipe import Recipe
 class Losses:
     """Sums over one micro-batch, fp32 scalars: next-token loss, MTP losses per depth, balance loss over sequences.
 
-    totals: what the sums range over.
+    tokens, documents: the windows that the sums range over.
     """
 
     loss: Tensor
     mtp: tuple[Tensor, ...]
     balance: Tensor
-    totals: Totals
+    tokens: Tensor
+    documents: Tensor | None
+
+    @property
+    def totals(self) -> Totals:
+        """What the sums range over, counted where the windows lie: with documents this waits for a GPU."""
+        return count_targets(self.tokens, self.documents, len(self.mtp))
 
 
 class Transformer(Masters):
@@ -90,7 +97,7 @@ class Transformer(Masters):
             sequences = shorter
         given = [b for b in balances if b is not None]
         balance_sum = torch.stack(given).sum() if given else torch.zeros((), device=tokens.device)
-        return Losses(loss, tuple(mtp), balance_sum, count_targets(tokens, documents, len(mtp)))
+        return Losses(loss, tuple(mtp), balance_sum, tokens, documents)
 
     def objective(self, losses: Losses, totals: Totals) -> Tensor:
         """The scalar to differentiate: this micro-batch's share of the optimizer step whose sums range over `totals`.
@@ -148,12 +155,27 @@ class Transformer(Masters):
             buffer.zero_()
         self.invalidate_codes()
 
-    def end_step(self, applied: bool) -> None:
-        """Once per optimizer step: bias update and amax histories if it was applied, forgotten if it was skipped."""
-        for module in self.modules():
-            if isinstance(module, (Router, ScaleState)):
-                module.end_step(applied)
+    def end_step(self, applied: Tensor | bool) -> None:
+        """Once per optimizer step: bias update and amax histories if it was applied, forgotten if it was skipped.
+
+        applied: where it is a tensor, a bool scalar beside the weights, it is not read back.
+        """
+        end_step(self._routers, applied)
+        for state in self._scale_states:
+            state.end_step(applied)
         self.invalidate_codes()
+
+    @cached_property
+    def _routers(self) -> list[Router]:
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    @cached_property
+    def _scale_states(self) -> list[ScaleState]:
+        return [module for module in self.modules() if isinstance(module, ScaleState)]
+
+    @cached_property
+    def _codes(self) -> list[WeightCodes]:
+        return [value for module in self.modules() for value in vars(module).values() if isinstance(value, WeightCodes)]
 
     def train(self, mode: bool = True) -> Self:
         """As nn.Module's; codes are made again, so that amax histories see the weights of every step they are used in."""
@@ -163,10 +185,8 @@ class Transformer(Masters):
 
     def invalidate_codes(self) -> None:
         """Drops every cached weight code; they are made again from the masters when next read."""
-        for module in self.modules():
-            for value in vars(module).values():
-                if isinstance(value, WeightCodes):
-                    value.invalidate()
+        for codes in self._codes:
+            codes.invalidate()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; refuses a non-finite router bias, which would route at random, by name."""
@@ -179,7 +199,7 @@ class Transformer(Masters):
 
     def expert_load(self) -> Tensor:
         """Tokens per expert in this optimizer step so far, int64 [MoE layers, E]; empty without experts."""
-        loads = [module.load for module in self.modules() if isinstance(module, Router)]
+        loads = [router.load for router in self._routers]
         return torch.stack(loads) if loads else torch.zeros(0, 0, dtype=torch.int64)
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:

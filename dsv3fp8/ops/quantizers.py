@@ -43,15 +43,15 @@ class ScaleState(nn.Module):
         return scale_from_amax(chosen, self.spec.storage, self.spec.scale)  # quantize poisons tiles that are not finite
 
     @torch.no_grad()
-    def end_step(self, applied: bool) -> None:
-        """Once per optimizer step; a skipped step leaves no trace."""
-        if applied:
-            if self.spec.scaling == "delayed":
-                self.history.copy_(torch.cat((self.current[None], self.history[:-1])))
-            else:
-                frozen = self.steps >= self.calibration_steps
-                self.history.copy_(torch.where(frozen, self.history, torch.maximum(self.history, self.current[None])))
-            self.steps += 1
+    def end_step(self, applied: Tensor | bool) -> None:
+        """Once per optimizer step; a skipped step leaves no trace. applied: not read where it is a tensor."""
+        if self.spec.scaling == "delayed":
+            moved = torch.cat((self.current[None], self.history[:-1]))
+        else:
+            frozen = self.steps >= self.calibration_steps
+            moved = torch.where(frozen, self.history, torch.maximum(self.history, self.current[None]))
+        self.history.copy_(torch.where(torch.as_tensor(applied, device=moved.device), moved, self.history))
+        self.steps += applied
         self.current.zero_()
 
 

@@ -2,10 +2,10 @@
 
 ``torch.nn.utils.clip_grad_norm_`` squares in FP32: finite gradients of 1e20 give it an infinite norm, and it then
 scales every gradient to zero without a word. Here such a norm is found in FP64 and the gradients are clipped like any
-others.
+others. Nothing is read back from a GPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,27 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return found
 
 
-def fast_norm(gradients: list[Tensor]) -> Tensor:
-    """FP64 scalar on the gradients' device: their L2 norm from FP32 sums of squares; inf where those overflow."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64)
+def gradient_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Their L2 norm, an FP64 scalar on the device; NaN or inf exactly if a gradient holds one.
 
-
-def exact_norm(gradients: list[Tensor], fast: float) -> float:
-    """The L2 norm, given the fast one: taken again in FP64 where FP32 sums of squares may have left their range.
-
-    NaN or inf comes out exactly if a gradient holds one.
+    A GPU sums in FP64, as fast as it reads. A CPU sums in FP32, and again where that may have left its range.
     """
-    if SAFE_NORMS[0] <= fast <= SAFE_NORMS[1] or not gradients:
-        return fast
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cuda":
+        return _length(torch._foreach_norm(gradients, 2, torch.float64))
+    norm = _length(torch._foreach_norm(gradients))
+    if SAFE_NORMS[0] <= norm <= SAFE_NORMS[1]:
+        return norm
+    return _length([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients])
 
 
-def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
-    """Scale the gradients in place so that their norm is at most `limit`; 0 never scales."""
-    if limit and norm > limit:
-        torch._foreach_mul_(gradients, limit / norm)
+def _length(norms: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What scales gradients of this norm down to at most `limit`, an FP64 scalar beside it; a limit of 0 never scales."""
+    if not limit:
+        return torch.ones_like(norm)
+    return torch.where(norm > limit, torch.full_like(norm, limit) / norm, 1.0)

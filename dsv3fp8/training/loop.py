@@ -95,23 +95,17 @@ class Loop:
         validating = step == training.steps or _is_due(step, training.validate_every)
         logging = validating or step == 1 or _is_due(step, training.log_every)
         lr = learning_rate(state.updates + 1, run.config.schedule, run.config.optimizer.lr, training.steps)
-        seen: dict[str, float | None] = {}
-
-        def inspect() -> None:
-            if logging:
-                seen.update(expert_balance(run.model.expert_load()))
-
         counting = validating or step == 1 or _is_due(step, FLUSH_EVERY * training.log_every)
         with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
-            result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip, inspect)
+            result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip)
+        self._count_skipped(step, result)  # waits for the device
         self.profiler.step()
         self.speed.add(result.tokens)
         state.step = step
         state.tokens += result.tokens
         state.seconds += time.perf_counter() - began
         state.data = run.batches.state()
-        self._count_skipped(result)
 
         validation = self._validate() if validating else {}
         if not logging and result.applied:
@@ -119,7 +113,7 @@ class Loop:
             return {}
         record = {
             **self._figures(result, lr),
-            **seen,
+            **expert_balance(result.expert_load),
             "flushed_share": meter.share() if meter else None,
             **validation,
             **self.speed.read(),
@@ -144,7 +138,7 @@ class Loop:
             "skipped": state.skipped,
         }
 
-    def _count_skipped(self, result: StepResult) -> None:
+    def _count_skipped(self, step: int, result: StepResult) -> None:
         state = self.state
         if result.applied:
             state.skipped_in_a_row = 0
@@ -152,7 +146,7 @@ class Loop:
         state.skipped += 1
         state.skipped_in_a_row += 1
         self.reporters.say(
-            f"step {state.step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped "
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped "
             f"({state.skipped_in_a_row} in a row, {state.skipped} in all)"
         )
 

@@ -6,18 +6,16 @@ learning rate handed in by the caller, so that nothing but the step decides it. 
 ``torch.optim.AdamW`` in their order.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.ops.adamw import Update
 from dsv3fp8.training.config import OptimizerConfig
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Elements updated at a time: the FP32 working copies of BF16 moments never take more than three times this.
-BUCKET_ELEMENTS = 1 << 26
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -40,58 +38,33 @@ class AdamW:
                     self._decayed.add(name)
         assert len({id(parameter) for parameter in self.parameters.values()}) == len(self.parameters), "a tied tensor twice"
         dtype = MOMENT_DTYPES[config.moments]
-        # Steps taken, which the bias correction of the moments needs; skipped steps are none.
-        self.steps = 0
         self.first = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
+        moments = list(self.first.values()), list(self.second.values())
+        decayed = [name in self._decayed for name in self.parameters]
+        weights = list(self.parameters.values())
+        self._update = Update(weights, *moments, decayed, config.betas, config.eps, config.weight_decay)
 
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update from the FP32 ``.grad`` of each parameter; a parameter without one has a gradient of zero."""
-        self.steps += 1
-        for names in self._buckets():
-            self._update(names, lr)
+    @property
+    def steps(self) -> int:
+        """Steps taken, which the bias correction of the moments needs; skipped steps are none. Read from the device."""
+        return int(self._update.steps)
+
+    def step(self, lr: float | Tensor, applied: Tensor | None = None, factor: Tensor | None = None) -> None:
+        """One update from the FP32 ``.grad`` of each parameter; a parameter without one has a gradient of zero.
+
+        `applied`: bool scalar, False where everything has to stay as it is. `factor`: FP64 scalar that the gradients are
+        multiplied by. `lr` is FP64 where it is a tensor. Tensors lie beside the parameters and are not read back.
+        """
+        device = self._update.steps.device
+        applied = torch.ones((), dtype=torch.bool, device=device) if applied is None else applied
+        factor = torch.ones((), dtype=torch.float64, device=device) if factor is None else factor
+        self._update.apply([parameter.grad for parameter in self.parameters.values()], lr, applied, factor)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
-
-    def _buckets(self) -> Iterator[list[str]]:
-        """Names in their order, cut where the decay changes or the bucket is full."""
-        bucket: list[str] = []
-        elements = 0
-        for name, parameter in self.parameters.items():
-            full = elements + parameter.numel() > BUCKET_ELEMENTS
-            if bucket and (full or (name in self._decayed) != (bucket[0] in self._decayed)):
-                yield bucket
-                bucket, elements = [], 0
-            bucket.append(name)
-            elements += parameter.numel()
-        if bucket:
-            yield bucket
-
-    def _update(self, names: list[str], lr: float) -> None:
-        beta1, beta2 = self.config.betas
-        weights: list[Tensor] = [self.parameters[name] for name in names]
-        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        stored = [self.first[name] for name in names], [self.second[name] for name in names]
-        # In FP32 these are the stored tensors themselves, updated in place; in BF16 working copies.
-        first, second = [t.float() for t in stored[0]], [t.float() for t in stored[1]]
-
-        if names[0] in self._decayed and self.config.weight_decay:
-            torch._foreach_mul_(weights, 1 - lr * self.config.weight_decay)
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
-        torch._foreach_add_(denominators, self.config.eps)
-        torch._foreach_addcdiv_(weights, first, denominators, -lr / (1 - beta1**self.steps))
-
-        if self.config.moments != "fp32":
-            torch._foreach_copy_(stored[0], first)
-            torch._foreach_copy_(stored[1], second)
 
     def state_dict(self) -> dict:
         """{"steps": int, "first": {name: tensor}, "second": {name: tensor}}; the tensors are not copied."""
@@ -114,4 +87,4 @@ class AdamW:
                     )
                 # A fork may change optimizer.moments: rounding to BF16 or widening is what that asks for.
                 tensor.copy_(saved[name])
-        self.steps = state["steps"]
+        self._update.steps.fill_(state["steps"])

@@ -4,16 +4,15 @@ The loss of a step is the mean over all valid targets of all its micro-batches, 
 other micro-batches changes nothing; likewise for every multi-token-prediction depth and for the balance loss.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv3fp8.model.targets import Totals, count_targets
-from dsv3fp8.training.gradients import LARGEST_NORM, clip, exact_norm, fast_norm, gradients
+from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm, gradients
 from dsv3fp8.training.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -21,33 +20,67 @@ if TYPE_CHECKING:
     from dsv3fp8.model.transformer import Transformer
 
 
-@dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step found, as plain numbers; means in nats per token."""
+    """What one optimizer step found. Its numbers are read from the device, all at once, when one is first asked for."""
 
-    loss: float
-    mtp_losses: tuple[float, ...]
-    balance_loss: float
-    # Before clipping.
-    grad_norm: float
-    # Whether the weights moved: not where loss or gradient was not finite.
-    applied: bool
-    # Input tokens, targets or not.
-    tokens: int
+    def __init__(self, figures: Tensor, totals: Totals, tokens: int, expert_load: Tensor) -> None:
+        """figures: FP64 [sums of the loss, of each depth's and of the balance loss, gradient norm, applied].
+
+        totals: what the sums range over. tokens: input tokens, targets or not. expert_load: as Transformer.expert_load.
+        """
+        self._totals, self.tokens, self.expert_load = totals, tokens, expert_load
+        self._copied = figures
+        self._event: torch.cuda.Event | None = None
+        if figures.is_cuda:  # on its way from now on, and waited for without what is launched after it
+            self._copied = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            self._copied.copy_(figures, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @cached_property
+    def _figures(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copied.tolist()
+
+    @cached_property
+    def _means(self) -> list[float]:
+        counts = (self._totals.targets, *self._totals.mtp, self._totals.sequences)
+        return [total / max(count, 1) for total, count in zip(self._figures[:-2], counts, strict=True)]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the next-token targets, nats."""
+        return self._means[0]
+
+    @property
+    def mtp_losses(self) -> tuple[float, ...]:
+        """Likewise of each multi-token-prediction depth."""
+        return tuple(self._means[1:-1])
+
+    @property
+    def balance_loss(self) -> float:
+        """Mean over the sequences, without its factor."""
+        return self._means[-1]
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping."""
+        return self._figures[-2]
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights moved: not where loss or gradient was not finite."""
+        return bool(self._figures[-1])
 
 
 def train_step(
-    model: "Transformer",
-    optimizer: AdamW,
-    micro_batches: Sequence["Batch"],
-    lr: float,
-    clip_norm: float,
-    inspect: Callable[[], None] = lambda: None,
+    model: "Transformer", optimizer: AdamW, micro_batches: Sequence["Batch"], lr: float, clip_norm: float
 ) -> StepResult:
     """Forward, backward and update over `micro_batches`.
 
     A step whose loss or gradient norm is not finite moves no weight, moment, bias or amax history: `applied` is False.
-    `inspect` is called while the step's expert counts are still there. Reads numbers back from the device once.
+    That is decided on the device: nothing is read back from it, and nothing waits for it, until the result is looked at.
     """
     device = next(iter(optimizer.parameters.values())).device
     depth = model.config.mtp_depth
@@ -61,22 +94,21 @@ def train_step(
         del losses
     assert sums is not None
 
-    found = gradients(optimizer.parameters.values())
-    *summed, fast = torch.cat([sums, fast_norm(found).to(device).reshape(1)]).tolist()
-    loss, *mtp, balance = (
-        total / max(count, 1) for total, count in zip(summed, (totals.targets, *totals.mtp, totals.sequences), strict=True)
-    )
-    norm = exact_norm(found, fast)
-    # Beyond the largest norm the moments would overflow although the gradients do not.
-    sound = all(map(math.isfinite, (loss, *mtp, balance, norm))) and min(norm, clip_norm or norm) < LARGEST_NORM
-    if sound:
-        clip(found, norm, clip_norm)
-        optimizer.step(lr)
+    norm = gradient_norm(gradients(optimizer.parameters.values()), device)
+    applied = _is_sound(sums, norm, clip_norm)
+    optimizer.step(lr, applied, clip_factor(norm, clip_norm))
     optimizer.zero_grad()
-    inspect()
-    model.end_step(sound)
+    load = model.expert_load()
+    model.end_step(applied)
     tokens = sum(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1) for batch in micro_batches)
-    return StepResult(loss, tuple(mtp), balance, norm, sound, tokens)
+    return StepResult(torch.cat((sums, torch.stack((norm, applied.double())))), totals, tokens, load)
+
+
+def _is_sound(sums: Tensor, norm: Tensor, clip_norm: float) -> Tensor:
+    """Whether the step may move anything, a bool scalar on the device."""
+    # Beyond the largest norm the moments would overflow although the gradients do not.
+    clipped = norm.clamp(max=clip_norm) if clip_norm else norm
+    return torch.isfinite(sums).all() & torch.isfinite(norm) & (clipped < LARGEST_NORM)
 
 
 @torch.no_grad()
@@ -103,7 +135,9 @@ def sum_totals(parts: Iterable[Totals]) -> Totals:
 
 def _moved(batch: "Batch", device: torch.device) -> tuple[Tensor, Tensor | None]:
     documents = batch.documents
-    return (
-        batch.tokens.to(device, non_blocking=True),
-        None if documents is None else documents.to(device, non_blocking=True),
-    )
+    return _sent(batch.tokens, device), None if documents is None else _sent(documents, device)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """To a GPU by way of pinned memory: a copy from any other would wait for what was launched before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

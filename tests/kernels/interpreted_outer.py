@@ -9,6 +9,8 @@ from dsv3fp8.kernels.cross_entropy import triton as cross_entropy
 from dsv3fp8.kernels.cross_entropy.reference import IGNORED
 from dsv3fp8.kernels.embedding import reference as embedding_reference
 from dsv3fp8.kernels.embedding import triton as embedding
+from dsv3fp8.kernels.optimizer import reference as optimizer_reference
+from dsv3fp8.kernels.optimizer import triton as optimizer
 
 __all__ = ["_as_on_a_gpu"]  # the fixture
 
@@ -56,3 +58,38 @@ def test_embedding(vocabulary: int, cols: int, tokens: int, dtype: torch.dtype) 
     assert got.dtype == torch.float32
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(got == 0, want == 0)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta1", [0.9, 0.25])
+def test_adamw(moments: torch.dtype, beta1: float) -> None:
+    """Tensors of less than a block, of whole blocks and beyond; a gradient off the 16-byte grid; clipping; a skipped step."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, decayed = [3, 2 * optimizer._BLOCK, 2 * optimizer._BLOCK + 5], [True, False, True]
+
+    def draw(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+    weights, gradients, first, second = draw(), draw(), draw(moments), [t.abs() for t in draw(moments)]
+    gradients[2] = torch.cat((torch.zeros(1), gradients[2]))[1:]
+    factor, lr, decay, steps, betas, eps = 0.25, 0.1, 0.5, 3, (beta1, 0.95), 1e-8
+    tensors = optimizer.Tensors(sizes, decayed, torch.device("cpu"))
+    root, rate = (1 - betas[1] ** steps) ** 0.5, -lr / (1 - betas[0] ** steps)
+    for applied in (0.0, 1.0):
+        before = [[t.clone() for t in group] for group in (weights, first, second)]
+        scalars = torch.tensor([applied, factor, 1 - lr * decay, root, rate])
+        optimizer.update(tensors, weights, gradients, first, second, scalars, betas, eps)
+        if not applied:
+            assert all(
+                torch.equal(a, b)
+                for new, old in zip((weights, first, second), before, strict=True)
+                for a, b in zip(new, old, strict=True)
+            )
+    old_weights, old_first, old_second = before
+    for i in range(len(sizes)):
+        rates = optimizer_reference.Rates(lr, decay if decayed[i] else 0.0, betas, eps, steps)
+        parts = [[t] for t in (old_weights[i], gradients[i] * factor, old_first[i], old_second[i])]
+        optimizer_reference.update(*parts, rates)
+        for got, want in ((weights[i], parts[0][0]), (first[i], parts[2][0]), (second[i], parts[3][0])):
+            close = {"rtol": 1e-5, "atol": 1e-6} if got.dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+            torch.testing.assert_close(got, want, **close)

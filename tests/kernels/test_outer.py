@@ -23,6 +23,8 @@ from dsv3fp8.kernels.cross_entropy import triton as cross_entropy
 from dsv3fp8.kernels.cross_entropy.reference import IGNORED
 from dsv3fp8.kernels.embedding import reference as embedding_reference
 from dsv3fp8.kernels.embedding import triton as embedding
+from dsv3fp8.kernels.optimizer import reference as optimizer_reference
+from dsv3fp8.kernels.optimizer import triton as optimizer
 
 __all__ = ["compiled"]  # the fixture
 
@@ -48,6 +50,48 @@ def test_nothing_spills_and_wide_rows_are_read_in_vectors(case: str, width: int,
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
     if width % 16 == 0:
         assert re.search(r"\bld\.global\.v4\.b32" if case != "embedding backward" else r"\bld\.global\.v\d", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_adamw_spills_nothing_and_divides_and_takes_roots_as_ieee_has_it(
+    moments: torch.dtype, compiled: list[Any], tmp_path: Path
+) -> None:
+    w, m = torch.zeros(5000), torch.zeros(5000, dtype=moments)
+    tensors = optimizer.Tensors([5000], [True], w.device)
+    optimizer.update(tensors, [w], [w], [m], [m], torch.zeros(5), (0.9, 0.95), 1e-8)
+    (kernel,) = compiled
+    used, ptx = resources(kernel, tmp_path), kernel.asm["ptx"]
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    assert set(re.findall(r"\b(?:div|sqrt)\.\w+", ptx)) == {"div.rn", "sqrt.rn"}
+    assert re.search(r"\bld\.global\.v4\.b32", ptx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.25, 0.999)])
+def test_on_a_gpu_adamw_is_torchs_operations_to_the_bit(moments: torch.dtype, betas: tuple[float, float]) -> None:
+    """Weights and moments of ordinary sizes, and gradients from 1e-12 to 1e12."""
+    sizes, decayed, steps = [3, 1 << 20, (1 << 20) + 5], [True, False, True], 3
+
+    def draw() -> list[torch.Tensor]:
+        return [torch.randn(size, device="cuda") for size in sizes]
+
+    weights, first = draw(), [t.to(moments) for t in draw()]
+    gradients = [t * torch.exp(8 * torch.randn_like(t)) for t in draw()]
+    second = [(t * t).to(moments) for t in draw()]
+    want = [[t.clone() for t in group] for group in (weights, first, second)]
+    factor, lr, decay, eps = torch.tensor(0.3, device="cuda", dtype=torch.float64), 1e-2, 0.1, 1e-8
+    tensors = optimizer.Tensors(sizes, decayed, torch.device("cuda"))
+    root, rate = (1 - betas[1] ** steps) ** 0.5, -lr / (1 - betas[0] ** steps)
+    scalars = torch.tensor([1.0, float(factor), 1 - lr * decay, root, rate], device="cuda")
+    optimizer.update(tensors, weights, gradients, first, second, scalars, betas, eps)
+    for i in range(len(sizes)):
+        rates = optimizer_reference.Rates(lr, decay if decayed[i] else 0.0, betas, eps, steps)
+        scaled = torch._foreach_mul([gradients[i]], float(factor))
+        optimizer_reference.update([want[0][i]], scaled, [want[1][i]], [want[2][i]], rates)
+    for name, ours, theirs in zip(("weights", "first", "second"), (weights, first, second), want, strict=True):
+        differing = [int((a != b).sum()) for a, b in zip(ours, theirs, strict=True)]
+        assert differing == [0, 0, 0], name
 
 
 @pytest.mark.gpu

@@ -259,15 +259,15 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
     """NaN as the gradient norm of some steps."""
     from dsv3fp8.training import step
 
-    real, calls = step.fast_norm, [0]
+    real, calls = step.gradient_norm, [0]
 
-    def fast_norm(gradients: Any) -> torch.Tensor:
+    def gradient_norm(gradients: Any, device: torch.device) -> torch.Tensor:
         calls[0] += 1
         if calls[0] in bad_steps:
             gradients[0].fill_(math.nan)
-        return real(gradients)
+        return real(gradients, device)
 
-    monkeypatch.setattr(step, "fast_norm", fast_norm)
+    monkeypatch.setattr(step, "gradient_norm", gradient_norm)
 
 
 def test_a_skipped_step_is_counted_and_moves_neither_learning_rate_nor_weights(

@@ -162,7 +162,7 @@ def test_a_tied_tensor_gets_one_state_and_the_sum_of_its_gradients() -> None:
 def test_small_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (1 << 26, 20):
-        monkeypatch.setattr("dsv3fp8.training.optimizer.BUCKET_ELEMENTS", elements)
+        monkeypatch.setattr("dsv3fp8.ops.adamw.BUCKET_ELEMENTS", elements)
         model = small_model()
         optimizer = AdamW(groups(model), config(moments="bf16"))
         for step in range(3):

@@ -48,7 +48,7 @@ def capture_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor
     """The gradients that the next steps hand to the optimizer."""
     captured: dict[str, torch.Tensor] = {}
 
-    def step(self: AdamW, lr: float) -> None:
+    def step(self: AdamW, *_: Any) -> None:
         captured.update({name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None})
 
     monkeypatch.setattr(AdamW, "step", step)
