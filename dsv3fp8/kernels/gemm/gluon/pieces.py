@@ -1,6 +1,6 @@
 """What both Gluon GEMMs are made of. Runs inside kernels; see rows.py for how they work together.
 
-A consumer warp group multiplies 64 x 128 (x 128 along K) at a time: `start` begins one chain of the tensor core, unscaled, in
+A consumer warp group multiplies 64 x 128 (x 128 along K) at a time: `begin` begins one chain of the tensor core, unscaled, in
 64 registers a thread, and `promote*` adds it to the fp32 accumulator, another 64.
 """
 
@@ -17,16 +17,20 @@ group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
-def start(a_ring, b_ring, full, step, there, zeros, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """Begins 64 rows of a times all of b, of the stage of `step`, once it is full. fp32 [64, 128], one chain from zero.
+def wait_for(full, step, there, SLOTS: gl.constexpr):
+    """Waits until the loader has filled the slot of `step`, where `there` is true."""
+    mbarrier.wait(full.index(step % SLOTS), (step // SLOTS) & 1, pred=there)
 
-    Where `there` is false it multiplies whatever the stage holds, without waiting: a branch around wgmma that are in flight
-    would serialize them. The caller drops the result.
+
+@gluon.jit
+def begin(a_ring, b_ring, at, zeros, GROUP: gl.constexpr):
+    """Begins 64 rows of a times all of b, of the ring's block `at`: fp32 [64, 128], one chain from zero.
+
+    A block that does not exist is multiplied all the same, whatever lies there: a branch around wgmma that are in flight would
+    serialize them. The caller drops the result.
     """
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), (step // STAGES) & 1, pred=there)
-    a = a_ring.index(stage).slice(64 * GROUP, 64)
-    return warpgroup_mma(a, b_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    a = a_ring.index(at).slice(64 * GROUP, 64)
+    return warpgroup_mma(a, b_ring.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -1,8 +1,9 @@
 """fprop and dgrad kernel: rows in expert order times their expert's weights, 1x128 . 128x128 scales, bf16 out.
 
-Persistent programs of nine warps: one loads operands by TMA into a ring of stages, two warp groups multiply 64 rows each of
-tiles of 128 x 128. A tile never holds two experts. Each warp group has the next block of K in flight while it promotes the
-last one, and the first two blocks of the next tile while it stores a tile, so that the tensor core always has work.
+Persistent programs of nine warps: one loads operands by TMA into a ring, two warp groups multiply 64 rows each of tiles of
+128 x 128. A tile never holds two experts. Each warp group has the next block of K in flight while it promotes the last one,
+and the first two blocks of the next tile while it stores a tile, so that the tensor core always has work. The ring hands over
+two blocks of K at a time: every barrier costs the warp groups instructions that the promotion needs.
 Per element, in order of K: acc = fma(p, fp32(s_a * s_b), acc), p one chain of 128 products; then one rounding to bf16. No split
 along K, no atomics.
 """
@@ -13,16 +14,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, halves, promote, put, start
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, begin, block_of, halves, promote, put, wait_for
 
 TILE_N = 128
-STAGES = 6
+PAIRS = 3
 BAND = 16
 # 168 registers for each of 384 threads (warp groups are whole), moved to the consumers (240) from the loader (24).
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 _TILE_N = gl.constexpr(TILE_N)
-_STAGES = gl.constexpr(STAGES)
+_PAIRS = gl.constexpr(PAIRS)
+_STAGES = gl.constexpr(2 * PAIRS)
 _BAND = gl.constexpr(BAND)
 
 
@@ -44,15 +46,18 @@ def _load(a, b, a_ring, b_ring, full, empty, groups, row_blocks, col_blocks, k_b
     for tile in range(gl.program_id(0), row_blocks * col_blocks, gl.num_programs(0)):
         row_block, col_block, expert, steps = _locate(tile, groups, row_blocks, col_blocks, k_blocks, GROUPED)
         b_row = expert * n + col_block * _TILE_N
-        for k_block in range(steps):
-            stage = step % _STAGES
-            mbarrier.wait(empty.index(stage), ((step // _STAGES) & 1) ^ 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, (128 + _TILE_N) * 128)
-            # Beyond the last row or column of a matrix TMA fills in zeros. Rows of the next expert's weights that a last tile
-            # reads give columns beyond n, which are not stored.
-            tma.async_copy_global_to_shared(a, [row_block * 128, k_block * 128], ready, a_ring.index(stage))
-            tma.async_copy_global_to_shared(b, [b_row, k_block * 128], ready, b_ring.index(stage))
+        for pair in range((steps + 1) // 2):
+            slot = step % _PAIRS
+            mbarrier.wait(empty.index(slot), ((step // _PAIRS) & 1) ^ 1)
+            ready = full.index(slot)
+            whole = 2 * pair + 1 < steps
+            mbarrier.expect(ready, 2 * (128 + _TILE_N) * 128, pred=whole)
+            mbarrier.expect(ready, (128 + _TILE_N) * 128, pred=2 * pair + 1 == steps)
+            for i in gl.static_range(2):
+                there = 2 * pair + i < steps
+                k = (2 * pair + i) * 128
+                tma.async_copy_global_to_shared(a, [row_block * 128, k], ready, a_ring.index(2 * slot + i), pred=there)
+                tma.async_copy_global_to_shared(b, [b_row, k], ready, b_ring.index(2 * slot + i), pred=there)
             step += 1
 
 
@@ -93,32 +98,35 @@ def _multiply(
             tile_rows = row_block * 128 + rows
             s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2, m, a_stride, a_stride_k)
             scale = s_a * s_b
-            p = start(a_ring, b_ring, full, step, True, zeros, GROUP, _STAGES)
+            wait_for(full, step, True, _PAIRS)
+            p = begin(a_ring, b_ring, 2 * (step % _PAIRS), zeros, GROUP)
             for pair in range((steps - 3) // 2):
-                for i in gl.static_range(2):
-                    s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2 * pair + i + 3, m, a_stride, a_stride_k)
-                    q = start(a_ring, b_ring, full, step + 1, True, zeros, GROUP, _STAGES)
-                    p = warpgroup_mma_wait(num_outstanding=1, deps=[p])
-                    mbarrier.arrive(empty.index(step % _STAGES))
-                    acc = promote(p, gl.expand_dims(scale, 1), acc)
-                    scale = s_a * s_b
-                    p = q
-                    step += 1
+                s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2 * pair + 3, m, a_stride, a_stride_k)
+                q = begin(a_ring, b_ring, 2 * (step % _PAIRS) + 1, zeros, GROUP)
+                p = warpgroup_mma_wait(num_outstanding=1, deps=[p])
+                acc = promote(p, gl.expand_dims(scale, 1), acc)
+                scale = s_a * s_b
+                s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 2 * pair + 4, m, a_stride, a_stride_k)
+                wait_for(full, step + 1, True, _PAIRS)
+                p = begin(a_ring, b_ring, 2 * ((step + 1) % _PAIRS), zeros, GROUP)
+                q = warpgroup_mma_wait(num_outstanding=1, deps=[q])
+                mbarrier.arrive(empty.index(step % _PAIRS))
+                acc = promote(q, gl.expand_dims(scale, 1), acc)
+                scale = s_a * s_b
+                step += 1
             if steps % 2 == 0:
                 s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, steps - 1, m, a_stride, a_stride_k)
-                q = start(a_ring, b_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                q = begin(a_ring, b_ring, 2 * (step % _PAIRS) + 1, zeros, GROUP)
                 last_but_one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
-                mbarrier.arrive(empty.index(step % _STAGES))
                 acc = promote(last_but_one, gl.expand_dims(scale, 1), acc)
                 last = warpgroup_mma_wait(num_outstanding=0, deps=[q])
-                mbarrier.arrive(empty.index((step + 1) % _STAGES))
+                mbarrier.arrive(empty.index(step % _PAIRS))
                 acc = promote(last, gl.expand_dims(s_a * s_b, 1), acc)
-                step += 2
             else:
                 only = warpgroup_mma_wait(num_outstanding=0, deps=[p])
-                mbarrier.arrive(empty.index(step % _STAGES))
+                mbarrier.arrive(empty.index(step % _PAIRS))
                 acc = promote(only, gl.expand_dims(scale, 1), acc)
-                step += 1
+            step += 1
         row = row_block * 128 + 64 * GROUP
         col = col_block * _TILE_N
         row_block, col_block, expert, steps = _locate(following, groups, row_blocks, col_blocks, k_blocks, GROUPED)
@@ -126,21 +134,21 @@ def _multiply(
         b_at = (expert * b_grid_rows + col_block) * k_blocks
         tile_rows = row_block * 128 + rows
         s_a, s_b = _scales(a_scale, b_scale, tile_rows, b_at, 0, m, a_stride, a_stride_k)
-        p = start(a_ring, b_ring, full, step, steps > 0, zeros, GROUP, _STAGES)
-        q = start(a_ring, b_ring, full, step + 1, steps > 1, zeros, GROUP, _STAGES)
+        wait_for(full, step, steps > 0, _PAIRS)
+        p = begin(a_ring, b_ring, 2 * (step % _PAIRS), zeros, GROUP)
+        q = begin(a_ring, b_ring, 2 * (step % _PAIRS) + 1, zeros, GROUP)
         if turn > 0:
             _store(acc, out, buffers, GROUP, row, col)
         t_a, t_b = _scales(a_scale, b_scale, tile_rows, b_at, gl.minimum(k_blocks - 1, 1), m, a_stride, a_stride_k)
         first = warpgroup_mma_wait(num_outstanding=1, deps=[p])
-        mbarrier.arrive(empty.index(step % _STAGES), pred=steps > 0)
         acc = promote(first, gl.expand_dims(s_a * s_b, 1), zeros)
         second = warpgroup_mma_wait(num_outstanding=0, deps=[q])
-        mbarrier.arrive(empty.index((step + 1) % _STAGES), pred=steps > 1)
+        mbarrier.arrive(empty.index(step % _PAIRS), pred=steps > 0)
         if steps > 1:
             acc = promote(second, gl.expand_dims(t_a * t_b, 1), acc)
         if steps == 0:
             acc = zeros  # a tile of no expert
-        step += gl.minimum(steps, 2)
+        step += gl.minimum(steps, 1)
     tma.store_wait(0)
 
 
@@ -157,9 +165,9 @@ def rows_kernel(
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, 128, 128], a.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _TILE_N, 128], b.layout)
     buffers = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
+    full = gl.allocate_shared_memory(gl.int64, [_PAIRS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_PAIRS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_PAIRS):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()

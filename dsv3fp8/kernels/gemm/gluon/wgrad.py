@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, block_of, halves, promote_columns, put, start
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, begin, block_of, halves, promote_columns, put, wait_for
 
 TILE_K = 128
 STAGES = 5
@@ -58,6 +58,12 @@ def _load(
             tma.async_copy_global_to_shared(dy_scale, [block * n + row], ready, dy_scales.index(stage))
             tma.async_copy_global_to_shared(x_scale, [block * k + col], ready, x_scales.index(stage))
             step += 1
+
+
+@gluon.jit
+def _start(dy_ring, x_ring, full, step, there, zeros, GROUP: gl.constexpr):
+    wait_for(full, step, there, _STAGES)
+    return begin(dy_ring, x_ring, step % _STAGES, zeros, GROUP)
 
 
 @gluon.jit
@@ -113,17 +119,17 @@ def _multiply(
     own_tiles = gl.cdiv(experts * n_blocks * k_tiles - gl.program_id(0), gl.num_programs(0))
     for turn in range(own_tiles + 1):  # as in rows.py
         if steps > 2:
-            p = start(dy_ring, x_ring, full, step, True, zeros, GROUP, _STAGES)
+            p = _start(dy_ring, x_ring, full, step, True, zeros, GROUP)
             for _ in range((steps - 3) // 2):
                 for _ in gl.static_range(2):
-                    q = start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                    q = _start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP)
                     p = warpgroup_mma_wait(num_outstanding=1, deps=[p])
                     left, right = _add(p, dy_scales, x_scales, step, GROUP, left, right)
                     mbarrier.arrive(empty.index(step % _STAGES))
                     p = q
                     step += 1
             if steps % 2 == 0:
-                q = start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP, _STAGES)
+                q = _start(dy_ring, x_ring, full, step + 1, True, zeros, GROUP)
                 last_but_one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
                 left, right = _add(last_but_one, dy_scales, x_scales, step, GROUP, left, right)
                 mbarrier.arrive(empty.index(step % _STAGES))
@@ -148,8 +154,8 @@ def _multiply(
         col = k_tile * _TILE_K
         if ADD:  # first, for the registers that old values take
             _store(write, left, right, out, out_ptr, buffers, GROUP, done_expert, done_row, done_col, n, k, ADD)
-        p = start(dy_ring, x_ring, full, step, steps > 0, zeros, GROUP, _STAGES)
-        q = start(dy_ring, x_ring, full, step + 1, steps > 1, zeros, GROUP, _STAGES)
+        p = _start(dy_ring, x_ring, full, step, steps > 0, zeros, GROUP)
+        q = _start(dy_ring, x_ring, full, step + 1, steps > 1, zeros, GROUP)
         if not ADD:
             _store(write, left, right, out, out_ptr, buffers, GROUP, done_expert, done_row, done_col, n, k, ADD)
         one = warpgroup_mma_wait(num_outstanding=1, deps=[p])
