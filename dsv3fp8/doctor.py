@@ -32,7 +32,7 @@ OPTIONAL = {
     "wandb": "Weights & Biases logs",
     "datasets": "data=huggingface; pip install 'dsv3fp8[hf]'",
     "transformers": "Hugging Face checkpoints; pip install 'dsv3fp8[hf]'",
-    "transformer-engine": "NVIDIA Transformer Engine as a peer to compare with; pip install 'dsv3fp8[te]'",
+    "transformer-engine": "recipe=te_blockwise and columns of bench; pip install 'dsv3fp8[te]'",
 }
 OLDEST_FP8 = (8, 9)  # Ada; FP8 tensor cores begin here
 GEMMS = ("fprop", "dgrad", "wgrad")

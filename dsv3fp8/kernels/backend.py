@@ -331,7 +331,7 @@ def explain(
     isolated: documents are kept apart in attention.
     """
     rows = []
-    for op in LINEAR_OPS:
+    for op in LINEAR_OPS if recipe.linears == "ours" else ():
         spec = recipe.linear(op)
         for gemm, (left, right) in _sample_gemms(spec, device, (shapes or {}).get(op, (8192, 8192))).items():
             wide = gemm == "wgrad" or (op, gemm) in _SUMMED_IN_FP32
@@ -339,6 +339,10 @@ def explain(
             if op.startswith("expert_"):
                 choice = _in_groups(choice, left, right, spec, gemm)
             rows.append((f"{op}.{gemm}", choice))
+    if recipe.linears == "te":
+        from dsv3fp8.kernels import te
+
+        rows += [(f"{op}.{gemm}", te.choose(device)) for op in LINEAR_OPS for gemm in ("fprop", "dgrad", "wgrad")]
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
     rows += _casts(recipe, device)

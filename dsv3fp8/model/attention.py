@@ -14,6 +14,7 @@ from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint
 from dsv3fp8.model.rope import softmax_scale
 from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.model.te import make_linear
 from dsv3fp8.ops.attention import attention
 from dsv3fp8.ops.recompute import project_again
 from dsv3fp8.ops.rope import mla_rope
@@ -31,15 +32,15 @@ class Attention(Masters):
         heads, dim = config.heads, config.dim
         self.norm = RMSNorm(dim, config.norm_eps, recipe, "attention_norm")
         if config.q_latent is None:
-            self.q = Linear(recipe, "q", dim, heads * config.head_qk)
+            self.q = make_linear(recipe, "q", dim, heads * config.head_qk)
         else:
-            self.q_a = Linear(recipe, "q_a", dim, config.q_latent)
+            self.q_a = make_linear(recipe, "q_a", dim, config.q_latent)
             self.q_norm = RMSNorm(config.q_latent, config.norm_eps, recipe, "q_norm")
-            self.q_b = Linear(recipe, "q_b", config.q_latent, heads * config.head_qk)
-        self.kv_a = Linear(recipe, "kv_a", dim, config.kv_latent + config.head_rope)
+            self.q_b = make_linear(recipe, "q_b", config.q_latent, heads * config.head_qk)
+        self.kv_a = make_linear(recipe, "kv_a", dim, config.kv_latent + config.head_rope)
         self.kv_norm = RMSNorm(config.kv_latent, config.norm_eps, recipe, "kv_norm")
-        self.kv_b = Linear(recipe, "kv_b", config.kv_latent, heads * (config.head_nope + config.head_v))
-        self.out = Linear(recipe, "out", heads * config.head_v, dim)
+        self.kv_b = make_linear(recipe, "kv_b", config.kv_latent, heads * (config.head_nope + config.head_v))
+        self.out = make_linear(recipe, "out", heads * config.head_v, dim)
         self.scale = softmax_scale(config)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:

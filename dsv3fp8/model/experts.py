@@ -10,7 +10,7 @@ from dsv3fp8.model.feed_forward import FeedForward
 from dsv3fp8.model.linear import Masters, RMSNorm, mint
 from dsv3fp8.model.router import Router
 from dsv3fp8.model.sequence import Sequences
-from dsv3fp8.ops.exchange import make_plan
+from dsv3fp8.ops.exchange import Plan, make_plan
 from dsv3fp8.ops.experts import ExpertsCall, routed_experts
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.residual import residual_sum
@@ -34,6 +34,23 @@ class RoutedExperts(Masters):
         self.down_quantizers = LinearQuantizers(recipe, "expert_down", count, per_expert=("weight", "input"))
         self.gate_up_codes = WeightCodes(self.gate_up_quantizers, row_parts=2)
         self.down_codes = WeightCodes(self.down_quantizers)
+        self.recipe = recipe
+
+    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Tensor:
+        """The routed part of x [T, D] under gate weights fp32 [T, K], [T, D]."""
+        call = ExpertsCall(
+            plan, self.recipe, self.gate_up_quantizers, self.down_quantizers, self.gate_up_codes, self.down_codes
+        )  # fmt: skip
+        return routed_experts(x.edge, x.operand, weights, self.gate_up, self.down, call)
+
+
+def make_experts(config: ModelConfig, recipe: Recipe) -> RoutedExperts:
+    """The experts that the recipe asks for."""
+    if recipe.linears == "te":
+        from dsv3fp8.model.te_experts import TERoutedExperts
+
+        return TERoutedExperts(config, recipe)
+    return RoutedExperts(config, recipe)
 
 
 class MoELayer(Masters):
@@ -41,10 +58,10 @@ class MoELayer(Masters):
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
-        self.config, self.recipe = config, recipe
+        self.config = config
         self.norm = RMSNorm(config.dim, config.norm_eps, recipe, "ffn_norm")
         self.router = Router(config)
-        self.experts = RoutedExperts(config, recipe)
+        self.experts = make_experts(config, recipe)
         self.shared = (
             FeedForward(recipe, config.dim, config.shared_experts * config.expert_ffn, "shared_")
             if config.shared_experts
@@ -60,11 +77,7 @@ class MoELayer(Masters):
         payload, *for_shared = mint(y, readers)
         routing = self.router(edges[2], y, x, self.norm.weight, sequences.real)
         plan = make_plan(routing.ids, config.experts, sequences.real)
-        call = ExpertsCall(
-            plan, self.recipe, experts.gate_up_quantizers, experts.down_quantizers,
-            experts.gate_up_codes, experts.down_codes,
-        )  # fmt: skip
-        branches = [routed_experts(edges[0], payload, routing.weights, experts.gate_up, experts.down, call)]
+        branches = [experts(Activation(edges[0], payload), routing.weights, plan)]
         if self.shared is not None:
             stash = self.norm.stash(x, for_shared[0], readers[1])
             branches.append(self.shared(Activation(edges[1], for_shared[0], stash)))

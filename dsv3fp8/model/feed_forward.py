@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint
+from dsv3fp8.model.linear import Masters, RMSNorm, mint
+from dsv3fp8.model.te import make_linear
 from dsv3fp8.ops.residual import residual_sum
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.swiglu import swiglu
@@ -18,8 +19,8 @@ class FeedForward(Masters):
     def __init__(self, recipe: Recipe, dim: int, hidden: int, prefix: str = "") -> None:
         super().__init__()
         self.recipe = recipe
-        self.gate_up = Linear(recipe, f"{prefix}gate_up", dim, 2 * hidden, parts=2)
-        self.down = Linear(recipe, f"{prefix}down", hidden, dim)
+        self.gate_up = make_linear(recipe, f"{prefix}gate_up", dim, 2 * hidden, parts=2)
+        self.down = make_linear(recipe, f"{prefix}down", hidden, dim)
 
     def forward(self, x: Activation) -> Tensor:
         slot = self.gate_up.slot()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsv3fp8.kernels.backend import Choice, explain
+from dsv3fp8.kernels.te import INSIDE
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.precision.recipe import LINEAR_OPS, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import ceil_div
@@ -23,6 +24,9 @@ ALWAYS_HIGH = {
     "master weights": "fp32",
 }
 
+
+TE_OPERANDS = {"input": "e4m3 1x128 pow2", "weight": "e4m3 128x128 pow2", "gradient": "e4m3 1x128 pow2"}
+"""How Transformer Engine documents what its Float8BlockScaling does."""
 
 RECOMPUTED = {
     "none": "no norm, no projection",
@@ -63,7 +67,7 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
         spec = recipe.linear(op)
         linears[op] = {
             "shape": [fan_in, fan_out],
-            **{role: _describe(getattr(spec, role), recipe) for role in ("input", "weight", "gradient")},
+            **{role: _describe(role, getattr(spec, role), recipe) for role in ("input", "weight", "gradient")},
             "promote_every": spec.promote_every,
         }
     probe = device if device.type != "meta" else torch.device("cpu")
@@ -75,6 +79,7 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
         "compute": recipe.compute,
         "accumulator": recipe.accumulator or "fp32 in the reference, the tensor core's own on Hopper",
         "gemm": recipe.gemm,
+        "whose_linears": INSIDE if recipe.linears == "te" else "this package's",
         "linears": linears,
         "high_precision": dict(ALWAYS_HIGH),
         "caches": _caches(config, recipe),
@@ -83,7 +88,9 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
     }
 
 
-def _describe(spec: OperandSpec, recipe: Recipe) -> str:
+def _describe(role: str, spec: OperandSpec, recipe: Recipe) -> str:
+    if recipe.linears == "te":
+        return TE_OPERANDS[role]
     if not spec.quantized:
         return recipe.compute
     scaling = "" if spec.scaling == "current" else f" {spec.scaling}"
@@ -121,6 +128,8 @@ def format_manifest(manifest: dict[str, Any]) -> str:
         f"precision: recipe {manifest['recipe']}, compute {manifest['compute']}, accumulator {manifest['accumulator']}, "
         f"gemm {manifest['gemm']}"
     ]
+    if manifest["whose_linears"] == INSIDE:
+        lines.append(f"  linears: {INSIDE}")
     lines.append(f"  {'linear':<16}{'in -> out':<16}{'input':<20}{'weight':<20}{'gradient':<20}backend")
     by_op: dict[str, list[str]] = {}
     for entry in manifest["backends"]:

@@ -95,6 +95,8 @@ class Recipe:
     accumulator: str | None = None
     # On a Hopper GPU. fast: its fastest kernels for each shape, cuBLASLt among them; exact: kernels whose every bit is defined
     gemm: str = "fast"
+    # ours, or te: Transformer Engine's under Float8BlockScaling, which quantizes inside, where nobody observes
+    linears: str = "ours"
     promote_every: int | str = 128  # FP8 products that the tensor core sums before they enter FP32, or never
     # For input, weight and gradient: format, tile, scale, scaling; see docs/recipes.md.
     roles: dict[str, OperandSpec] = field(default_factory=lambda: {r: OperandSpec() for r in ROLES})
@@ -166,6 +168,7 @@ class Recipe:
         _one_of("recipe.swiglu_output", self.swiglu_output, ("recompute", "keep"))
         _one_of("recipe.gate", self.gate, ("before", "after"))
         _one_of("recipe.recompute", self.recompute, ("none", "norms", "norms_and_up"))
+        _one_of("recipe.linears", self.linears, ("ours", "te"))
         for key in ("amax_history", "calibration_steps"):
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
                 raise UserError(f"recipe.{key}={getattr(self, key)!r}: give a whole number of steps, 1 or more")
@@ -173,6 +176,18 @@ class Recipe:
             self._validate_gemm(self.linear(op))
         if self.quantizes and self.compute != "bf16":
             raise UserError(f"recipe.compute={self.compute}: quantized recipes compute in bf16; or set every format to none")
+        if self.linears == "te":
+            self._validate_te()
+
+    def _validate_te(self) -> None:
+        """Transformer Engine's linears take BF16, and keep for backward what they like."""
+        if self.quantizes:
+            raise UserError("recipe.linears=te quantizes inside Transformer Engine: leave every format at none")
+        for key, only in (("compute", "bf16"), ("attention_cache", "compute"), ("recompute", "none"), ("gate", "before")):
+            if (value := getattr(self, key)) != only:
+                raise UserError(f"recipe.{key}={value} has no meaning under recipe.linears=te: leave it at {only}")
+        if self.swiglu_cache.format != "compute":
+            raise UserError("recipe.swiglu_cache.format=e4m3 has no meaning under recipe.linears=te: leave it at compute")
 
     def _validate_gemm(self, spec: GemmSpec) -> None:
         own = (self.ops.get(spec.op) or {}).get("promote_every") is not None

@@ -7,6 +7,7 @@ import torch
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
+from dsv3fp8.kernels import te
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.training.config import DEVICES, raise_problems
 
@@ -31,6 +32,9 @@ def validate_run(config: RunConfig) -> None:
             f"training.context={training.context} leaves nothing to predict at model.mtp_depth={model.mtp_depth}: raise it"
         )
     problems += device_problems("training.device", training.device)
+    if config.recipe.linears == "te" and not problems:
+        against = te.reason_against(select_device(training.device))
+        problems += [] if against is None else [f"recipe.linears=te: {against}"]
     raise_problems(problems)
 
 

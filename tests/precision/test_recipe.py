@@ -107,6 +107,23 @@ REFUSED = {
         r"recipe\.promote_every=never: only the tensor core's accumulator",
     ),
     "an unknown accumulator": ({"accumulator": "ampere"}, r"recipe\.accumulator=ampere: choose null, fp32, hopper"),
+    "unknown linears": ({"linears": "apex"}, r"recipe\.linears=apex: choose ours, te"),
+    "casts of ours in another's linears": (
+        {"linears": "te", "roles": {"input": {"format": "e4m3"}}},
+        r"recipe\.linears=te quantizes inside Transformer Engine: leave every format at none",
+    ),
+    "a cache under another's linears": (
+        {"linears": "te", "attention_cache": "e5m6"},
+        r"recipe\.attention_cache=e5m6 has no meaning under recipe\.linears=te",
+    ),
+    "SwiGLU's cache under another's linears": (
+        {"linears": "te", "swiglu_cache": {"format": "e4m3"}},
+        r"recipe\.swiglu_cache\.format=e4m3 has no meaning under",
+    ),
+    "recomputing another's linears": (
+        {"linears": "te", "recompute": "norms"},
+        r"recipe\.recompute=norms has no meaning .*: leave it at none",
+    ),
     "unknown kernels": ({"gemm": "quick"}, r"recipe\.gemm=quick: choose fast, exact"),
     "an impossible promotion": ({"promote_every": 100}, r"recipe\.promote_every=100"),
     "delayed scaling of tiles": (

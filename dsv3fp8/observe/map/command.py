@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dsv3fp8.config import GROUPS, RunConfig, group_options, load_config, no_such
 from dsv3fp8.errors import UserError
+from dsv3fp8.kernels.te import INSIDE
 from dsv3fp8.observe.map.difference import compare
 from dsv3fp8.observe.map.geometry import arrange
 from dsv3fp8.observe.map.html import page
@@ -129,6 +130,8 @@ def _layer(config: MapConfig, settings: RunConfig) -> str:
 
 def _observe(config: MapConfig, settings: RunConfig, layer: str) -> tuple[Ledger, Observed]:
     model, recipe, device = settings.model, settings.recipe, select_device(config.device)
+    if recipe.linears == "te":
+        raise UserError(f"recipe={recipe.name} has no map: {INSIDE}")
     if config.tokens > model.context:
         raise UserError(f"tokens={config.tokens} exceeds model.context={model.context}: lower it or raise the key")
     if device.type == "cpu":

@@ -1,0 +1,101 @@
+"""Routed experts whose linears are Transformer Engine's GroupedLinear; dispatch, SwiGLU and combine are ours, in BF16."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsv3fp8.kernels.swiglu.reference import backward, forward
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.experts import RoutedExperts
+from dsv3fp8.model.te import Borrower, TECodes, new_module
+from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies
+from dsv3fp8.ops.stash import Activation
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import values_of
+
+
+class TERoutedExperts(RoutedExperts):
+    """The same masters, read by two GroupedLinears. It waits for the GPU: their splits have to be known on the host."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
+        super().__init__(config, recipe)
+        count, hidden, dim = config.experts, config.expert_ffn, config.dim
+        self.gate_up_codes, self.down_codes = TECodes(self.gate_up_quantizers), TECodes(self.down_quantizers)
+        names = [f"weight{i}" for i in range(count)]
+        up, down = new_module("GroupedLinear", count, dim, 2 * hidden), new_module("GroupedLinear", count, hidden, dim)
+        self.up_borrower, self.down_borrower = (
+            Borrower(up, names, self.gate_up_codes), Borrower(down, names, self.down_codes)
+        )  # fmt: skip
+
+    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Tensor:
+        splits = row_splits(plan)
+        rows: Tensor = _Dispatch.apply(x.edge, values_of(x.operand), plan)
+        up, down = self.up_borrower, self.down_borrower
+        h = up(up.lend(rows, rows, self.gate_up), self.gate_up, splits)
+        act: Tensor = _SwiGLU.apply(h, _Pick.apply(weights, plan))
+        out: Tensor = _Combine.apply(down(down.lend(act, act, self.down), self.down, splits), plan)
+        return out
+
+
+def row_splits(plan: Plan) -> list[int]:
+    """Rows of each expert with its inert ones, which add up to all rows: the last one's end with those beyond."""
+    starts = [*plan.starts, plan.rows]
+    return [end - start for start, end in pairwise(starts)]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor, plan: Plan) -> Tensor:
+        ctx.plan, ctx.dtype = plan, edge.dtype
+        rows = dispatch(values, plan)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
+        return combine(drows.contiguous(), ctx.plan).to(ctx.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return combine(rows, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        drows = dispatch(dy.contiguous(), ctx.plan)
+        assert isinstance(drows, Tensor)
+        return drows, None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return dispatch_copies(weights, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
+        return collect_copies(drows, ctx.plan), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return forward(h, h.dtype, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None]:
+        h, weight = ctx.saved_tensors
+        return backward(h, dout, h.dtype, weight)
