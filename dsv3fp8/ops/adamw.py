@@ -65,7 +65,7 @@ class Update:
         steps = self.steps + applied
         bias = 1 - self._betas**steps
         rate = lr if isinstance(lr, Tensor) else torch.full_like(bias[0], lr)
-        scalars = torch.stack((applied.double(), factor, 1 - rate * self.weight_decay, bias[1].sqrt(), -(rate / bias[0])))
+        scalars = torch.stack((applied.double(), factor, 1 - rate * self.weight_decay, 1 / bias[1].sqrt(), -(rate / bias[0])))
         tensors = self.weights, gradients, self.first, self.second
         triton.update(self._fused, *tensors, scalars.float(), self.betas, self.eps)
         self.steps.copy_(steps)

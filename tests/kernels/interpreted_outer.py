@@ -77,7 +77,7 @@ def test_adamw(moments: torch.dtype, beta1: float) -> None:
     root, rate = (1 - betas[1] ** steps) ** 0.5, -lr / (1 - betas[0] ** steps)
     for applied in (0.0, 1.0):
         before = [[t.clone() for t in group] for group in (weights, first, second)]
-        scalars = torch.tensor([applied, factor, 1 - lr * decay, root, rate])
+        scalars = torch.tensor([applied, factor, 1 - lr * decay, 1 / root, rate])
         optimizer.update(tensors, weights, gradients, first, second, scalars, betas, eps)
         if not applied:
             assert all(

@@ -83,7 +83,7 @@ def test_on_a_gpu_adamw_is_torchs_operations_to_the_bit(moments: torch.dtype, be
     factor, lr, decay, eps = torch.tensor(0.3, device="cuda", dtype=torch.float64), 1e-2, 0.1, 1e-8
     tensors = optimizer.Tensors(sizes, decayed, torch.device("cuda"))
     root, rate = (1 - betas[1] ** steps) ** 0.5, -lr / (1 - betas[0] ** steps)
-    scalars = torch.tensor([1.0, float(factor), 1 - lr * decay, root, rate], device="cuda")
+    scalars = torch.tensor([1.0, float(factor), 1 - lr * decay, 1 / root, rate], device="cuda")
     optimizer.update(tensors, weights, gradients, first, second, scalars, betas, eps)
     for i in range(len(sizes)):
         rates = optimizer_reference.Rates(lr, decay if decayed[i] else 0.0, betas, eps, steps)

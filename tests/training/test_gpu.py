@@ -1,14 +1,20 @@
 """The same runs on a GPU, where there is one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dsv3fp8.data import Batch
 from dsv3fp8.training.generate import main
 from dsv3fp8.training.loop import train
 from dsv3fp8.training.metrics import read_metrics
+from dsv3fp8.training.optimizer import AdamW
+from dsv3fp8.training.setup import build
+from dsv3fp8.training.step import StepResult, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -51,3 +57,65 @@ def test_a_checkpoint_of_the_gpu_resumes_and_samples_on_the_cpu(nano: Any, capsy
     for device in ("cpu", "cuda"):
         assert main([f"run={config.run_dir}", "tokens=3", f"device={device}"]) == 0
     assert torch.cuda.is_available()
+
+
+# Widths of which whole tiles and the MLA kernels of a GPU can take.
+WIDTHS = (
+    "model.vocab_size=512", "model.dim=256", "model.heads=2", "model.q_latent=128", "model.kv_latent=128",
+    "model.head_nope=128", "model.head_rope=64", "model.head_v=128", "model.ffn=256", "model.expert_ffn=128",
+    "model.experts=8", "model.top_k=2", "model.context=128",
+)  # fmt: skip
+
+
+@contextmanager
+def nothing_read_back() -> Iterator[None]:
+    """An error for whatever waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def batches(seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Batch(torch.randint(0, 512, (4, 129), generator=generator), None) for _ in range(2)]
+
+
+def state(model: torch.nn.Module, optimizer: AdamW) -> list[torch.Tensor]:
+    return [t.clone() for t in (*model.state_dict().values(), *optimizer.first.values(), *optimizer.second.values())]
+
+
+@pytest.mark.parametrize("words", [(), ("model.mtp_depth=1",), ("model.dense_layers=2",)], ids=str)
+@pytest.mark.parametrize("recipe", ["dsv3", "bf16"])
+def test_a_step_reads_nothing_back_and_repeats_its_bits(nano: Any, recipe: str, words: tuple[str, ...]) -> None:
+    """Warmed up for one step, in which kernels are compiled."""
+    runs: list[list[torch.Tensor]] = []
+    results: list[StepResult] = []
+    for _ in range(2):
+        model, optimizer = build(nano(f"recipe={recipe}", *WIDTHS, *words), torch.device("cuda"))
+        train_step(model, optimizer, batches(0), 1e-3, 1.0)
+        with nothing_read_back():
+            steps = [train_step(model, optimizer, batches(seed), 1e-3, 1.0) for seed in range(1, 4)]
+        assert all(step.applied for step in steps)
+        results.append(steps[-1])
+        runs.append(state(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert results[0].loss == results[1].loss
+    assert results[0].grad_norm == results[1].grad_norm
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("bad", [float("nan"), 1e25])
+def test_a_skipped_step_moves_nothing_and_is_decided_on_the_gpu(nano: Any, recipe: str, bad: float) -> None:
+    model, optimizer = build(nano(f"recipe={recipe}", *WIDTHS), torch.device("cuda"))
+    assert train_step(model, optimizer, batches(0), 1e-3, 1.0).applied
+    before, steps = state(model, optimizer), optimizer.steps
+    hook = model.embedding.register_hook(lambda gradient: gradient * bad)
+    skipped = train_step(model, optimizer, batches(1), 1e-3, 0.0)
+    hook.remove()
+    assert not skipped.applied
+    assert optimizer.steps == steps
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model, optimizer), strict=True))
+    assert train_step(model, optimizer, batches(2), 1e-3, 1.0).applied
+    assert not all(torch.equal(a, b) for a, b in zip(before, state(model, optimizer), strict=True))

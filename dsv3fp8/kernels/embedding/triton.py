@@ -1,6 +1,7 @@
 """Embedding lookup in Triton: gather and cast in one kernel; backward without atomics, so that two runs give equal bits.
 
-Forward is the reference bit for bit. Backward sorts the ids and sums the rows of each in order, 16 at a time, in FP32.
+Forward is the reference bit for bit. Backward sorts the ids and sums the rows of each in FP32, a few at a time in the order
+of the tokens: the sum depends on how often an id occurs and on nothing else.
 
 Passes (bytes per element): forward reads 4 and writes 2; backward reads 2 of dx in BF16 and writes 4 of the whole weight.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from dsv3fp8.precision.tiles import ceil_div
 
 _COLS = 1024  # columns of a row that a program of the lookup copies
-_TILE = (16, 128)  # rows and columns of dx that a program of backward holds
+_TILE = 256  # columns of a row of the gradient that a program sums
 
 
 def reason_against(dtype: torch.dtype) -> str | None:
@@ -43,10 +44,7 @@ def backward(ids: Tensor, dx: Tensor, vocabulary: int) -> Tensor:
         return dweight.zero_()
     found, order = torch.sort(ids, stable=True)
     first = torch.searchsorted(found, torch.arange(vocabulary + 1, device=ids.device))
-    rows, width = _TILE
-    _backward_kernel[(vocabulary * ceil_div(cols, width),)](
-        dx, order, first, dweight, cols, ROWS=rows, COLS=width, num_warps=2
-    )  # fmt: skip
+    _backward_kernel[(vocabulary * ceil_div(cols, _TILE),)](dx, order, first, dweight, cols, COLS=_TILE, num_warps=4)
     return dweight
 
 
@@ -60,15 +58,25 @@ def _forward_kernel(ids, weight, out, cols, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(dx, order, first, dweight, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    blocks = tl.cdiv(cols, COLS)
-    word = (tl.program_id(0) // blocks).to(tl.int64)
-    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    begin, end = tl.load(first + word), tl.load(first + word + 1)
+def _sum(dx, order, begin, end, c, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The sum of the rows order[begin:end] of dx, ROWS of them at a time."""
     total = tl.zeros([COLS], tl.float32)
     for start in range(begin, end, ROWS):
         r = start + tl.arange(0, ROWS)
         token = tl.load(order + r, mask=r < end, other=0)
         inside = (r < end)[:, None] & (c < cols)[None, :]
         total += tl.sum(tl.load(dx + (token[:, None] * cols + c[None, :]), mask=inside, other=0.0).to(tl.float32), 0)
-    tl.store(dweight + (word * cols + c), total, mask=c < cols)
+    return total
+
+
+@triton.jit
+def _backward_kernel(dx, order, first, dweight, cols, COLS: tl.constexpr):
+    blocks = tl.cdiv(cols, COLS)
+    word = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    begin, end = tl.load(first + word), tl.load(first + word + 1)
+    at = dweight + (word * cols + c)
+    if end - begin > 8:  # a frequent word: as many rows on their way at once as there is room for
+        tl.store(at, _sum(dx, order, begin, end, c, cols, 32, COLS), mask=c < cols)
+    else:
+        tl.store(at, _sum(dx, order, begin, end, c, cols, 4, COLS), mask=c < cols)

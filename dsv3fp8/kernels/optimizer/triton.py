@@ -1,6 +1,7 @@
 """AdamW in Triton: all tensors in one launch, each read and written once; clipping and skipping are decided on the device.
 
-Bit for bit what torch's CUDA kernels give for the reference's operations: lerp, addcmul and addcdiv each end in one fma.
+Bit for bit what torch's CUDA kernels give for the reference's operations: lerp, addcmul and addcdiv each end in one fma,
+and a division by a number is a product with its reciprocal.
 
 Passes (bytes per parameter): reads 4 of the weight, 4 of its gradient and the two moments; writes weight and moments.
 """
@@ -67,7 +68,7 @@ def update(
 ) -> None:
     """`reference.update` where scalars say so, on the device.
 
-    scalars: fp32 [applied, factor on the gradients, factor on decayed weights, root of the second bias correction, step];
+    scalars: fp32 [applied, factor on the gradients, factor on decayed weights, 1 / root of the second bias correction, step];
     where applied is 0 nothing is written.
     """
     gradients = [_aligned(each) for each in gradients]
@@ -90,7 +91,7 @@ def _aligned(gradient: Tensor) -> Tensor:
 
 @triton.jit
 def _update_block(
-    w_at, g_at, m_at, v_at, offsets, mask, factor, keep, root, size, beta2, rest1, beta1, rest2, eps, SMALL: tl.constexpr
+    w_at, g_at, m_at, v_at, offsets, mask, factor, keep, inverse, size, beta2, rest1, beta1, rest2, eps, SMALL: tl.constexpr
 ):  # fmt: skip
     w = tl.load(w_at + offsets, mask=mask) * keep
     g = tl.load(g_at + offsets, mask=mask) * factor
@@ -99,7 +100,7 @@ def _update_block(
     zero = tl.zeros_like(g)
     m = tl.fma(zero + rest1, g - m, m) if SMALL else tl.fma(m - g, zero + beta1, g)  # lerp, from the nearer end
     v = tl.fma(zero + rest2, g * g, v * beta2)
-    denominator = tl.div_rn(tl.sqrt_rn(v), zero + root) + eps
+    denominator = tl.sqrt_rn(v) * inverse + eps
     w = tl.fma(zero + size, tl.div_rn(m, denominator), w)
     tl.store(w_at + offsets, w, mask=mask)
     tl.store(m_at + offsets, m.to(m_at.dtype.element_ty), mask=mask)
@@ -120,17 +121,17 @@ def _update_kernel(
         g_at = _pointer(pointers, 4 * tensor + 1, tl.float32)
         m_at = _pointer(pointers, 4 * tensor + 2, MOMENT)
         v_at = _pointer(pointers, 4 * tensor + 3, MOMENT)
-        factor, root, size = tl.load(scalars + 1), tl.load(scalars + 3), tl.load(scalars + 4)
+        factor, inverse, size = tl.load(scalars + 1), tl.load(scalars + 3), tl.load(scalars + 4)
         keep = tl.where(decayed != 0, tl.load(scalars + 2), 1.0)
         offsets = start + tl.arange(0, BLOCK)
         # Without a mask, where there need be none: a mask of any length would take the vectors out of the loads.
         if start + BLOCK <= elements:
             _update_block(
-                w_at, g_at, m_at, v_at, offsets, None, factor, keep, root, size, beta2, rest1, beta1, rest2, eps, SMALL
+                w_at, g_at, m_at, v_at, offsets, None, factor, keep, inverse, size, beta2, rest1, beta1, rest2, eps, SMALL
             )  # fmt: skip
         else:
             _update_block(
-                w_at, g_at, m_at, v_at, offsets, offsets < elements, factor, keep, root, size, beta2, rest1, beta1, rest2,
+                w_at, g_at, m_at, v_at, offsets, offsets < elements, factor, keep, inverse, size, beta2, rest1, beta1, rest2,
                 eps, SMALL,
             )  # fmt: skip
 
