@@ -11,14 +11,13 @@ from einops import rearrange
 from torch import Tensor
 
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Linear, Masters, RMSNorm, mint
+from dsv3fp8.model.linear import Masters, Reader, RMSNorm
 from dsv3fp8.model.rope import softmax_scale
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.model.te import make_linear
 from dsv3fp8.ops.attention import attention
 from dsv3fp8.ops.recompute import project_again
 from dsv3fp8.ops.rope import mla_rope
-from dsv3fp8.ops.stash import Activation
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.widen import widened
 
@@ -46,16 +45,14 @@ class Attention(Masters):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         config = self.config
         first_q = self.q if config.q_latent is None else self.q_a
-        rail, y, edges = self.norm(x, (widened(x.dtype), widened(x.dtype)))
-        for_q, for_kv = mint(y, [first_q.quantizers, self.kv_a.quantizers])
-        of_q = Activation(edges[0], for_q, self.norm.stash(x, for_q, first_q.quantizers))
-        of_kv = Activation(edges[1], for_kv, self.norm.stash(x, for_kv, self.kv_a.quantizers))
+        # Their gradients are summed in fp32 before the one rounding.
+        rail, (of_q, of_kv) = self.norm(x, [Reader(linear.quantizers, widened(x.dtype)) for linear in (first_q, self.kv_a)])
         up_q = first_q
         if config.q_latent is not None:
-            up_q, of_q = self.q_b, self._latent(self.q_a(of_q), self.q_norm, self.q_b)
-        c_kv, k_rope = self.kv_a(of_kv).split([config.kv_latent, config.head_rope], -1)
-        c_kv, k_rope = c_kv.contiguous(), k_rope.contiguous()  # keeping one must not keep the other
-        of_kv = self._latent(c_kv, self.kv_norm, self.kv_b)
+            up_q, slot = self.q_b, self.q_a.slot()
+            of_q, _ = self.q_norm.latent(self.q_a(of_q, slot=slot), self.q_b.quantizers, slot)
+        slot = self.kv_a.slot()
+        of_kv, k_rope = self.kv_norm.latent(self.kv_a(of_kv, slot=slot), self.kv_b.quantizers, slot)
         batch = sequences.shape[0]
         q = rearrange(up_q(of_q), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
         kv = rearrange(self.kv_b(of_kv), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
@@ -67,9 +64,3 @@ class Attention(Masters):
         q, k, v = mla_rope(q, kv, k_rope, sequences.cos, sequences.sin)
         heads = attention(q, k, v, self.scale, sequences.documents, self.recipe, self.out.quantizers, inputs)
         return self.out(heads, residual=rail)
-
-    @staticmethod
-    def _latent(latent: Tensor, norm: RMSNorm, up: Linear) -> Activation:
-        _, y, edges = norm(latent, (latent.dtype,))
-        operand = mint(y, [up.quantizers])[0]
-        return Activation(edges[0], operand, norm.stash(latent, operand, up.quantizers))

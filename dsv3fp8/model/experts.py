@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.feed_forward import FeedForward
-from dsv3fp8.model.linear import Masters, RMSNorm, mint
+from dsv3fp8.model.linear import Masters, Reader, RMSNorm
 from dsv3fp8.model.router import Router
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.exchange import Plan, make_plan
@@ -18,6 +18,7 @@ from dsv3fp8.ops.router import balance_loss
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import values_of
 from dsv3fp8.precision.widen import widened
 
 
@@ -72,14 +73,13 @@ class MoELayer(Masters):
         """(x2, the sequence-wise balance loss summed over sequences, without its factor)."""
         config, experts = self.config, self.experts
         # The order in which the readers' gradients are summed: dispatch, shared expert, router.
-        rail, y, edges = self.norm(x, (x.dtype, x.dtype, widened(x.dtype)))
-        readers = [experts.gate_up_quantizers] + ([self.shared.gate_up.quantizers] if self.shared else [])
-        payload, *for_shared = mint(y, readers)
-        routing = self.router(edges[2], y, x, self.norm.weight, sequences.real)
+        for_shared = self.shared.gate_up.quantizers if self.shared is not None else None
+        routed, shared, y = (experts.gate_up_quantizers, x.dtype), (for_shared, x.dtype), (None, widened(x.dtype))
+        rail, (payload, of_shared, of_router) = self.norm(x, [Reader(*reader) for reader in (routed, shared, y)])
+        routing = self.router(of_router.edge, values_of(of_router.operand), x, self.norm.weight, sequences.real)
         plan = make_plan(routing.ids, config.experts, sequences.real)
-        branches = [experts(Activation(edges[0], payload), routing.weights, plan)]
+        branches = [experts(payload, routing.weights, plan)]
         if self.shared is not None:
-            stash = self.norm.stash(x, for_shared[0], readers[1])
-            branches.append(self.shared(Activation(edges[1], for_shared[0], stash)))
+            branches.append(self.shared(of_shared))
         balance = balance_loss(routing.scores, config.top_k, sequences.shape[0], sequences.real)
         return residual_sum(rail, *branches), balance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Masters, RMSNorm, mint
+from dsv3fp8.model.linear import Masters, Reader, RMSNorm
 from dsv3fp8.model.te import make_linear
 from dsv3fp8.ops.residual import residual_sum
 from dsv3fp8.ops.stash import Activation
@@ -37,7 +37,5 @@ class DenseLayer(Masters):
         self.ffn = FeedForward(recipe, config.dim, config.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        rail, y, edges = self.norm(x, (x.dtype,))
-        reader = self.ffn.gate_up.quantizers
-        operand = mint(y, [reader])[0]
-        return residual_sum(rail, self.ffn(Activation(edges[0], operand, self.norm.stash(x, operand, reader))))
+        rail, (y,) = self.norm(x, [Reader(self.ffn.gate_up.quantizers, x.dtype)])
+        return residual_sum(rail, self.ffn(y))

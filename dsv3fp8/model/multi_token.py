@@ -11,12 +11,13 @@ from torch import Tensor
 
 from dsv3fp8.model.block import Block
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Linear, Masters, RMSNorm
+from dsv3fp8.model.linear import Linear, Masters, Reader, RMSNorm
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.embedding import join_edges
 from dsv3fp8.ops.stash import Activation, beside
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import values_of
 
 
 class MultiTokenModule(Masters):
@@ -33,9 +34,9 @@ class MultiTokenModule(Masters):
 
     def forward(self, hidden: Tensor, embedded: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor | None]:
         ledger.enter(self.scope)
-        _, left, (left_edge,) = self.hidden_norm(hidden, (hidden.dtype,))
-        _, right, (right_edge,) = self.embedding_norm(embedded, (embedded.dtype,))
-        stash = beside(self.hidden_norm.stash(hidden, left), self.embedding_norm.stash(embedded, right))
-        joined = Activation(join_edges(left_edge, right_edge), torch.cat((left, right), -1), stash)
+        _, (left,) = self.hidden_norm(hidden, [Reader(None, hidden.dtype)])
+        _, (right,) = self.embedding_norm(embedded, [Reader(None, embedded.dtype)])
+        values = torch.cat((values_of(left.operand), values_of(right.operand)), -1)
+        joined = Activation(join_edges(left.edge, right.edge), values, beside(left.stash, right.stash))
         out: tuple[Tensor, Tensor | None] = self.block(self.projection(joined), sequences)
         return out

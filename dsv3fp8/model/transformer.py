@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.block import Block
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.linear import Masters, RMSNorm
+from dsv3fp8.model.linear import Masters, Reader, RMSNorm
 from dsv3fp8.model.manifest import precision_manifest
 from dsv3fp8.model.multi_token import MultiTokenModule
 from dsv3fp8.model.router import Router, end_step
@@ -26,6 +26,7 @@ from dsv3fp8.ops.quantizers import LinearQuantizers, ScaleState
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import values_of
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class Transformer(Masters):
         with torch.no_grad():
             sequences = Sequences.of(self.config, tokens, documents)
             x, _ = self._blocks(tokens, sequences)
-            _, y, _ = self.norm(x, ())
-            return head_logits(y, self.head_weight, self.head_codes).view(*tokens.shape, -1)
+            _, (y,) = self.norm(x, [Reader(None, x.dtype)])
+            return head_logits(values_of(y.operand), self.head_weight, self.head_codes).view(*tokens.shape, -1)
 
     def _blocks(self, inputs: Tensor, sequences: Sequences) -> tuple[Tensor, list[Tensor | None]]:
         ledger.enter("")
@@ -134,9 +135,10 @@ class Transformer(Masters):
 
     def _loss(self, norm: RMSNorm, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(x for a reader beside the head, the summed loss of the head on norm(x))."""
-        rail, y, (edge,) = norm(x, (x.dtype,))
-        kept = norm.stash(x, y)
-        return rail, cross_entropy(edge, y, self.head_weight, targets.flatten(), self.head_codes, kept).sum()
+        rail, (y,) = norm(x, [Reader(None, x.dtype)])
+        return rail, cross_entropy(
+            y.edge, values_of(y.operand), self.head_weight, targets.flatten(), self.head_codes, y.stash
+        ).sum()
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

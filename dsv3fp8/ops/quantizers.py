@@ -11,6 +11,9 @@ from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
+Cast = tuple[Format, str]
+"""Format and scale kind of a cast to 1x128 tiles, or to 1x128 and 128x1 tiles."""
+
 
 class ScaleState(nn.Module):
     """Amax history of delayed scaling, or the calibrated amax of static scaling, for one role of one linear.
@@ -95,8 +98,8 @@ class LinearQuantizers(nn.Module):
             scale = self._kept_scale(role, x, groups)
         return quantize(x, spec.storage, tile, spec.scale, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
 
-    def rides(self, role: str) -> tuple[Format, str] | None:
-        """(format, scale kind) of a role whose 1x128 cast may ride on the op before it; None where `quantize` must do it."""
+    def rides(self, role: str) -> Cast | None:
+        """The cast of a role, where it may ride on the op before it; None where `quantize` must do it."""
         spec: OperandSpec = getattr(self.gemm, role)
         if not spec.quantized or spec.tile != "1x128" or role in self.states:
             return None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels.backend import matmul_nt
-from dsv3fp8.kernels.elementwise import norm_forward, rope_forward
+from dsv3fp8.kernels.elementwise import rope_forward
+from dsv3fp8.ops.norm import normalize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Stash
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
@@ -30,8 +31,11 @@ def norm_again(x: Tensor, gamma: Tensor, eps: float, operand: Operand, reader: L
 
     def restore(saved: tuple[Tensor, ...]) -> Operand:
         x, gamma, *known = saved
-        y = norm_forward(x, gamma, eps)
         with uncounted():
+            y, codes = normalize(x, gamma, eps, reader.rides("input") if reader is not None else None, keep=False)
+            if codes is not None:
+                return codes
+            assert y is not None
             return y if reader is None else reader.quantize("input", y, 1, scale=known[0] if known else None)
 
     return Stash((x.detach(), gamma.detach(), *scale), restore)
@@ -77,6 +81,7 @@ def keep_inputs(q: Tensor, k: Tensor, v: Tensor) -> KeptInputs:
 def project_again(q: Projection, kv: Projection, k_rope: Tensor, cos: Tensor, sin: Tensor, heads: int) -> KeptInputs:
     """q, k, v from the up-projections' kept operands and the unrotated k_rope [B, S, rope]; see `mla_rope`."""
     batch, length, _ = k_rope.shape
+    k_rope = k_rope.detach().contiguous()  # keeping it must not keep the latent that it stands beside
     q_again, kv_again, of_q = q.again(), kv.again(), len(q.tensors)
 
     def restore(saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,4 +91,4 @@ def project_again(q: Projection, kv: Projection, k_rope: Tensor, cos: Tensor, si
         with torch.no_grad():
             return rope_forward(per_head[0], per_head[1], k_rope, cos, sin)
 
-    return KeptInputs((k_rope.detach(), cos, sin, *q.tensors, *kv.tensors), restore)
+    return KeptInputs((k_rope, cos, sin, *q.tensors, *kv.tensors), restore)

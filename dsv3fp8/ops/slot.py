@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dsv3fp8.ops.quantizers import LinearQuantizers
-from dsv3fp8.precision.formats import Format
+from dsv3fp8.ops.quantizers import Cast, LinearQuantizers
 from dsv3fp8.precision.tiles import QuantizedTensor
 
 Codes = tuple[QuantizedTensor, QuantizedTensor]
@@ -12,12 +11,12 @@ Codes = tuple[QuantizedTensor, QuantizedTensor]
 class GradientSlot:
     """Shared by one call of a linear and the op that alone reads its output.
 
-    cast: (format, scale kind) of dY's 1x128 and 128x1 tiles; None where only the linear itself can cast dY.
+    cast: dY's, in both orientations; None where only the linear itself can do it.
     An op that fills the slot gives autograd an edge without values (`edge_of`), which carries the order of the nodes alone.
     """
 
     def __init__(self, quantizers: LinearQuantizers) -> None:
-        self.cast: tuple[Format, str] | None = quantizers.rides("gradient")
+        self.cast: Cast | None = quantizers.rides("gradient")
         self._codes: Codes | None = None
 
     def fill(self, along_n: QuantizedTensor, along_tokens: QuantizedTensor) -> None:

@@ -13,6 +13,7 @@ from dsv3fp8.model import linear as model_linear
 from dsv3fp8.ops import attention as attention_op
 from dsv3fp8.ops import linear as linear_op
 from dsv3fp8.ops import router as router_op
+from dsv3fp8.ops.norm import Normed
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import keep
 from dsv3fp8.precision.formats import E4M3
@@ -71,9 +72,9 @@ def norm_keeps_its_output_unsaid(patch: pytest.MonkeyPatch) -> None:
 
     norm = model_linear.norm
 
-    def hoarding(*args: Any) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        rail, y, edges = norm(*args)
-        return rail, y, tuple(Keeps.apply(edge, y) for edge in edges)
+    def hoarding(*args: Any, **rest: Any) -> Normed:
+        made = norm(*args, **rest)
+        return made if made.y is None else made._replace(edges=tuple(Keeps.apply(edge, made.y) for edge in made.edges))
 
     patch.setattr(model_linear, "norm", hoarding)
 

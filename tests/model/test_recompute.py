@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv3fp8.kernels.attention import cudnn
 from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.linear import Reader
 from dsv3fp8.ops.quantizers import ScaleState
 from dsv3fp8.precision.flush import measure_flush
 from dsv3fp8.precision.recipe import Recipe
@@ -93,10 +94,9 @@ def test_a_recomputed_operand_is_not_observed_again_and_takes_forwards_scale(nam
     model.end_step(True)
     attention = model.layers[0].attention
     x = torch.randn(9, CONFIG.dim, dtype=torch.bfloat16)
-    _, y, _ = attention.norm(x, ())
     reader = attention.kv_a.quantizers
-    operand = reader.quantize("input", y, 1)
-    stash = attention.norm.stash(x, operand, reader)
+    _, (made,) = attention.norm(x, [Reader(reader, x.dtype)])
+    operand, stash = made.operand, made.stash
     state = reader.states["input"]
     assert isinstance(state, ScaleState)
     state.history.mul_(4.0)

@@ -1,6 +1,8 @@
 """The whole model: gradients that do not depend on the split, documents that do not see each other, memory, sizes."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from dsv3fp8.config import load_config
 from dsv3fp8.errors import UserError
-from dsv3fp8.model import experts
+from dsv3fp8.model import experts, linear
 from dsv3fp8.model.config import ModelConfig, YarnConfig
 from dsv3fp8.model.linear import RMSNorm
 from dsv3fp8.model.targets import count_targets
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.ops.latent import Latent, latent_norm
 from dsv3fp8.ops.residual import residual_sum
 
 
@@ -139,6 +142,15 @@ def test_fp8_keeps_less_than_bf16() -> None:
     assert kept["dsv3"] < 0.8 * kept["bf16"]
 
 
+def latent_norm_that_tells(readers: dict[str, tuple[torch.dtype, ...]]) -> Callable[..., Latent]:
+    def told(x: Tensor, gamma: Tensor, eps: float, name: str, **rest: Any) -> Latent:
+        made = latent_norm(x, gamma, eps, name, **rest)
+        readers[name] = (made.edge.dtype,)
+        return made
+
+    return told
+
+
 def test_gradients_meet_in_the_types_and_branches_in_the_order_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The q_a and kv_a dgrads are summed in FP32, the router's joins BF16 ones in FP32; x1 + routed + shared in that order."""
     model = build(nano(mtp_depth=0), recipe("bf16"))
@@ -146,14 +158,18 @@ def test_gradients_meet_in_the_types_and_branches_in_the_order_of_the_contract(m
     readers: dict[str, tuple[torch.dtype, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm):
-            module.register_forward_pre_hook(lambda _, args, name=name: readers.update({name.partition(".1.")[2]: args[1]}))
+            name = name.partition(".1.")[2]
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: readers.update({name: tuple(r.gradient for r in args[1])})
+            )
+    monkeypatch.setattr(linear, "latent_norm", latent_norm_that_tells(readers))
     sums: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(experts, "residual_sum", lambda *terms: (sums.append(terms), residual_sum(*terms))[1])
     shared: list[Tensor] = []
     model.layers[1].feed_forward.shared.register_forward_hook(lambda _, __, out: shared.append(out))
     model(windows(model.config))
     assert readers["attention.norm"] == (full, full)
-    assert readers["attention.q_norm"] == readers["attention.kv_norm"] == (narrow,)
+    assert readers["q_norm"] == readers["kv_norm"] == (narrow,)
     assert readers["feed_forward.norm"] == (narrow, narrow, full)
     assert sums[0][2] is shared[0]
     assert len(sums[0]) == 3

@@ -24,7 +24,7 @@ def test_forward_and_backward_equal_autograd_of_the_formula() -> None:
     """Three readers' gradients sum, and the rail's joins dx."""
     x, gamma = draw(5, 24).requires_grad_(), (1 + 0.1 * draw(24, seed=1)).requires_grad_()
     grads, rail_grad = [draw(5, 24, seed=s) for s in (2, 3, 4)], draw(5, 24, seed=5)
-    rail, y, edges = norm(x, gamma, EPS, (torch.float64,) * 3)
+    rail, y, _, edges = norm(x, gamma, EPS, (torch.float64,) * 3)
     torch.autograd.backward([rail, *edges], [rail_grad, *grads])
     got = x.grad, gamma.grad
     x.grad = gamma.grad = None
@@ -40,7 +40,7 @@ def test_bf16_is_read_computed_in_fp32_and_rounded_once() -> None:
     """Forward and dx are the BF16 rounding of the exact result; gamma's gradient is FP32."""
     x, gamma, dy, rail_grad = (draw(64, 40, seed=s).bfloat16() for s in range(4))
     x, gamma = x.requires_grad_(), gamma[0].float().requires_grad_()
-    rail, y, (edge,) = norm(x, gamma, EPS, (torch.bfloat16,))
+    rail, y, _, (edge,) = norm(x, gamma, EPS, (torch.bfloat16,))
     torch.autograd.backward([rail, edge], [rail_grad, dy])
     wide, wide_gamma = x.detach().double().requires_grad_(), gamma.detach().double().requires_grad_()
     torch.autograd.backward([formula(wide, wide_gamma), wide], [dy.double(), rail_grad.double()])
@@ -81,7 +81,7 @@ def test_strides_do_not_matter_forward_or_backward(case: str) -> None:
         x = (x.contiguous() if contiguous else x).detach().requires_grad_()
         gamma = torch.linspace(0.5, 1.5, x.shape[-1]).requires_grad_()
         grad = draw(*x.shape[:-1], 2 * x.shape[-1], seed=9, dtype=torch.float32)[..., ::2]
-        _, y, (edge,) = norm(x, gamma, EPS, (torch.float32,))
+        _, y, _, (edge,) = norm(x, gamma, EPS, (torch.float32,))
         edge.backward(grad.contiguous() if contiguous else grad)
         results.append((y, x.grad, gamma.grad))
     for strided, contiguous_result in zip(*results, strict=True):
@@ -90,7 +90,7 @@ def test_strides_do_not_matter_forward_or_backward(case: str) -> None:
 
 def test_an_unread_norm_passes_the_rail_through() -> None:
     x, gamma = draw(3, 8).requires_grad_(), torch.ones(8, dtype=torch.float64, requires_grad=True)
-    rail, _, _ = norm(x, gamma, EPS, (torch.float64,))
+    rail, *_ = norm(x, gamma, EPS, (torch.float64,))
     rail.sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 8, dtype=torch.float64))
     assert gamma.grad is None
