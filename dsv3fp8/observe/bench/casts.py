@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 
 from dsv3fp8.kernels import backend
-from dsv3fp8.observe.bench.operands import Setting, random
+from dsv3fp8.observe.bench.operands import Setting, random, recipe_named
 from dsv3fp8.observe.bench.rates import Case, Table, Way
+from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.formats import E4M3, E5M6, Format
-from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile, ceil_div
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, Tile, ceil_div
 
 COPY = "device copy"
 
@@ -29,10 +31,12 @@ def cast_tables(setting: Setting) -> list[Table]:
     cases = [
         _cast_case(setting, "quantize 1×128", (rows, cols), E4M3, ROW_128),
         _cast_case(setting, "quantize 128×1", (rows, cols), E4M3, COLUMN_128),
-        _cast_case(setting, "quantize 128×128, FP32 masters", (experts, n, k), E4M3, BLOCK_128, torch.float32),
+        _both_case(setting, "quantize 1×128 and 128×1", (rows, cols)),
+        _weight_case(setting, "weights 128×128, FP32 masters → codes and their transpose", (experts, n, k)),
         _cast_case(setting, "quantize E5M6 1×128", (rows, cols), E5M6, ROW_128),
         _retile_case(setting, "re-tile E4M3 1×128 → 128×1", (rows, cols), E4M3),
         _retile_case(setting, "re-tile E5M6 1×128 → E4M3 128×1", (rows, cols), E5M6),
+        _decode_case(setting, "decode E5M6 → BF16", (rows, cols)),
     ]
     about = (
         "input once and codes and scales once, in the layout that the backend gives; the ratio is the share of a copy's rate"
@@ -90,7 +94,40 @@ def _retile_case(setting: Setting, name: str, shape: tuple[int, int], fmt: Forma
     return Case(name, moved(shape, E4M3, COLUMN_128, read), build)
 
 
-def _ours(call: Callable[[], QuantizedTensor], note: str) -> Way:
+def _both_case(setting: Setting, name: str, shape: tuple[int, int]) -> Case:
+    def build() -> list[Way]:
+        x = random(setting, *shape)
+        return [_ours(lambda: backend.quantize_both(x, E4M3), ""), copy_way(setting)]
+
+    written = moved(shape, E4M3, ROW_128, 0.0) + moved(shape, E4M3, COLUMN_128, 0.0)
+    return Case(name, 2.0 * shape[0] * shape[1] + written, build)
+
+
+def _weight_case(setting: Setting, name: str, shape: tuple[int, int, int]) -> Case:
+    """As an optimizer step makes them: what fprop reads, and what dgrad reads."""
+
+    def build() -> list[Way]:
+        master = random(setting, *shape, dtype=torch.float32)
+        codes = WeightCodes(LinearQuantizers(recipe_named("dsv3"), "expert_down", shape[0]))
+
+        def call() -> object:
+            codes.invalidate()
+            return codes.fprop(master), codes.dgrad(master)
+
+        return [_ours(call, ""), copy_way(setting)]
+
+    return Case(name, 4.0 * shape[0] * shape[1] * shape[2] + 2 * moved(shape, E4M3, BLOCK_128, 0.0), build)
+
+
+def _decode_case(setting: Setting, name: str, shape: tuple[int, int]) -> Case:
+    def build() -> list[Way]:
+        source = backend.quantize(random(setting, *shape), E5M6, ROW_128)
+        return [_ours(lambda: backend.decode(source, torch.bfloat16), ""), copy_way(setting)]
+
+    return Case(name, 2.0 * shape[0] * shape[1] + moved(shape, E5M6, ROW_128, 0.0), build)
+
+
+def _ours(call: Callable[[], object], note: str) -> Way:
     return Way("ours", lambda: [call], note=note)
 
 

@@ -23,6 +23,7 @@ from dsv3fp8.observe.bench.fused import fused_tables
 from dsv3fp8.observe.bench.gemms import dense_tables
 from dsv3fp8.observe.bench.grouped import grouped_tables
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
+from dsv3fp8.observe.bench.outer import outer_tables
 from dsv3fp8.observe.bench.page import page, shown
 from dsv3fp8.observe.bench.rates import Table, judged
 from dsv3fp8.observe.bench.roofline import roofline, roofline_tables
@@ -37,7 +38,7 @@ from dsv3fp8.training.run_directory import environment
 
 HELP = ("-h", "--help", "help")
 KERNELS: dict[str, Callable[[Setting], list[Table]]] = {
-    "casts": cast_tables, "fused": fused_tables, "grouped": grouped_tables, "dense": dense_tables,
+    "casts": cast_tables, "fused": fused_tables, "outer": outer_tables, "grouped": grouped_tables, "dense": dense_tables,
     "attention": attention_tables,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, ...]] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dsv3fp8.observe.bench.rates import TIMES
+
 MISSING = "–"
 
 
@@ -71,7 +73,7 @@ def _rates(table: dict[str, Any]) -> Shown:
 def _cell(way: dict[str, Any] | None, is_peer: bool, unit: str) -> str:
     if way is None or way["rate"] is None:
         return MISSING
-    text = f"{way['rate']:,.2f}" if unit == "ms" else f"{way['rate']:,.0f}"
+    text = f"{way['rate']:,.2f}" if unit in TIMES else f"{way['rate']:,.0f}"
     if way["ratio"] is not None and not is_peer:
         text += f" ({way['ratio']:.2f})"
     return text + ("†" if way["host_included"] else "")

@@ -9,6 +9,8 @@ from typing import Any
 
 Call = Callable[[], object]
 
+TIMES = {"ms": 1.0, "µs": 1e3}
+"""Units in which a table has times themselves: how many are in a millisecond."""
 PER_MS = {"TFLOP/s": 1e-9, "GB/s": 1e-6, "tokens/s": 1e3}
 """What work (FLOP, bytes, tokens) in a millisecond is in each unit."""
 
@@ -68,8 +70,8 @@ class Timing:
 
 
 def rate(work: float, ms: float, unit: str) -> float:
-    """Work of one call in `ms` milliseconds, in the unit; a unit of "ms" stays milliseconds."""
-    return ms if unit == "ms" else work * PER_MS[unit] / ms
+    """Work of one call in `ms` milliseconds, in the unit; a unit of time is the time itself."""
+    return ms * TIMES[unit] if unit in TIMES else work * PER_MS[unit] / ms
 
 
 def ratio(work: float, ms: float, peer_work: float, peer_ms: float) -> float:

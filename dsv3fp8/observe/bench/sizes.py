@@ -39,6 +39,7 @@ class StepSize:
 class Sizes:
     """tokens: of the dense shapes and linears. dense: (N, K) of y = x W^T. grouped: (experts, tokens each, N, K).
 
+    exchange: tokens, width, choices of a token, experts. logits: tokens and vocabulary. updated: elements that AdamW moves.
     cast, latent, swiglu: rows, columns of what is cast, of the latent norm's input, of SwiGLU's output.
     masters: (experts, N, K) of the FP32 weights that are cast. copied: bytes of the tensor that a copy reads.
     attention: heads, tokens, q and k width, v width. layer: the preset whose layer runs, and its tokens.
@@ -47,6 +48,9 @@ class Sizes:
     tokens: int
     dense: tuple[tuple[int, int], ...]
     grouped: tuple[tuple[int, int, int, int], ...]
+    exchange: tuple[int, int, int, int]
+    logits: tuple[int, int]
+    updated: int
     cast: tuple[int, int]
     latent: tuple[int, int]
     swiglu: tuple[int, int]
@@ -65,6 +69,9 @@ FULL = Sizes(
         (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048),
         (32, 1024, 4096, 7168), (32, 1024, 7168, 2048), (64, 256, 2816, 2048), (64, 256, 2048, 1408),
     ),
+    exchange=(4096, 7168, 8, 256),
+    logits=(4096, 32768),
+    updated=2**27,
     cast=(32768, 7168),
     latent=(65536, 1536),
     swiglu=(32768, 2048),
@@ -86,6 +93,9 @@ TINY = Sizes(
     tokens=256,
     dense=((128, 256),),
     grouped=((2, 128, 128, 256),),
+    exchange=(128, 256, 2, 8),
+    logits=(64, 512),
+    updated=2**12,
     cast=(256, 384),
     latent=(256, 256),
     swiglu=(256, 128),

@@ -18,6 +18,7 @@ def test_rates_of_a_millisecond_and_of_two() -> None:
     assert rate(8.5e9, 2.0, "GB/s") == pytest.approx(4250.0)  # 8.5 GB in 2 ms
     assert rate(32768, 500.0, "tokens/s") == pytest.approx(65536.0)
     assert rate(1.0, 30.1, "ms") == 30.1
+    assert rate(1.0, 0.0125, "µs") == pytest.approx(12.5)
 
 
 def test_a_ratio_compares_speeds_also_of_different_work() -> None:
@@ -125,4 +126,5 @@ def test_what_is_measured_by_its_bytes_is_larger_than_the_cache() -> None:
     rows, cols = FULL.cast
     assert moved((rows, cols), E4M3, ROW_128, 1.0) > 3 * cache
     assert FULL.copied > 3 * cache
-    assert all(4 * rows * cols > 3 * cache for rows, cols in (FULL.latent, FULL.swiglu))
+    assert all(4 * rows * cols > 3 * cache for rows, cols in (FULL.latent, FULL.swiglu, FULL.logits))
+    assert 4 * FULL.updated > 3 * cache
