@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
+from functools import partial
 
 import torch
 
+from dsv3fp8.kernels import elementwise as ops
 from dsv3fp8.observe.bench.casts import COPY, copy_way
 from dsv3fp8.observe.bench.operands import Setting, random
 from dsv3fp8.observe.bench.rates import Case, Table, Way
@@ -23,6 +23,7 @@ def fused_tables(setting: Setting) -> list[Table]:
     """One row for each kernel, on tensors larger than the L2 cache."""
     rows, dim = setting.sizes.cast
     latent_rows, latent = setting.sizes.latent
+    third, beside = latent // 3, latent // 24  # as wide as kv_a's parts where latent is q_a's
     outputs = math.prod(setting.sizes.swiglu)
     heads, length, qk, v = setting.sizes.attention
     q, kv, k_rope = length * heads * qk, length * heads * (qk - qk // 3 + v), length * (qk // 3)  # elements
@@ -33,7 +34,12 @@ def fused_tables(setting: Setting) -> list[Table]:
         _case(setting, "norm backward, 3 readers, residual", rows * dim * 12, lambda: _norm_backward(setting)),
         _case(
             setting, f"norm backward of {latent} → E4M3 both ways", latent_rows * latent * (8 + 2 * CODE),
-            lambda: _norm_backward_cast(setting),
+            lambda: _norm_backward_cast(setting, latent, 0),
+        ),
+        _case(
+            setting, f"norm backward of {third} with {beside} beside → E4M3 both ways",
+            latent_rows * (third * (8 + 2 * CODE) + beside * (6 + 2 * CODE)),
+            lambda: _norm_backward_cast(setting, third, beside),
         ),
         _case(setting, "SwiGLU → cache and E4M3", outputs * (4 + 3 * CODE), lambda: _swiglu(setting, "forward")),
         _case(setting, "SwiGLU again, from the cache", outputs * 3 * CODE, lambda: _swiglu(setting, "again")),
@@ -41,7 +47,7 @@ def fused_tables(setting: Setting) -> list[Table]:
         _case(setting, "RoPE", 2 * (2 * q + kv + k_rope + kv_out), lambda: _rope(setting, backward=False)),
         _case(
             setting, "RoPE backward → E4M3 both ways",
-            2 * (q + kv_out + heads * k_rope + k_rope) + 2 * CODE * (q + kv), lambda: _rope(setting, backward=True),
+            2 * (q + kv_out + k_rope) + 2 * CODE * (q + kv), lambda: _rope(setting, backward=True),
         ),
     ]  # fmt: skip
     about = "bytes of the passes that the kernels' modules state, scales included; the ratio is the share of a copy's rate"
@@ -56,34 +62,31 @@ def _case(setting: Setting, name: str, work: float, make: Callable[[], tuple[Cal
     return Case(name, work, build)
 
 
-def _ops() -> Any:
-    return import_module("dsv3fp8.kernels.elementwise")
-
-
 def _norm_forward(setting: Setting, keep: bool) -> tuple[Callable[[], object], str]:
-    ops, (rows, dim) = _ops(), setting.sizes.cast
+    rows, dim = setting.sizes.cast
     x, gamma = random(setting, rows, dim), torch.ones(dim, device=setting.device)
     return lambda: ops.norm_forward_cast(x, gamma, EPS, E4M3, "fp32", keep), str(ops.choose_norm(x, fmt=E4M3))
 
 
 def _norm_backward(setting: Setting) -> tuple[Callable[[], object], str]:
-    ops, (rows, dim) = _ops(), setting.sizes.cast
+    rows, dim = setting.sizes.cast
     x, rail, *grads = (random(setting, rows, dim) for _ in range(5))
     gamma = torch.ones(dim, device=setting.device)
     return lambda: ops.norm_backward(x, gamma, EPS, grads, rail), str(ops.choose_norm(x, grads))
 
 
-def _norm_backward_cast(setting: Setting) -> tuple[Callable[[], object], str]:
-    rows, latent = setting.sizes.latent
+def _norm_backward_cast(setting: Setting, latent: int, beside: int) -> tuple[Callable[[], object], str]:
+    """Of a latent; beside: columns of the same projection that are only cast."""
+    rows = setting.sizes.latent[0]
     x, dy = (random(setting, rows, latent) for _ in range(2))
     gamma = torch.ones(latent, device=setting.device)
-    choice = _ops().choose_norm(x, [dy], E4M3)
-    kernels = import_module(f"dsv3fp8.kernels.norm.{choice.backend}")
-    return lambda: kernels.backward_cast(x, gamma, EPS, dy, None, E4M3, "fp32"), str(choice)
+    side = random(setting, rows, beside) if beside else None
+    call = partial(ops.norm_backward_cast, x, gamma, EPS, dy, side, E4M3, "fp32")
+    return call, str(ops.choose_norm(x, [dy], E4M3))
 
 
 def _swiglu(setting: Setting, which: str) -> tuple[Callable[[], object], str]:
-    ops, (tokens, hidden) = _ops(), setting.sizes.swiglu
+    tokens, hidden = setting.sizes.swiglu
     h, gate = random(setting, tokens, 2 * hidden), random(setting, tokens, dtype=torch.float32)
     if which == "forward":
         note = str(ops.choose_swiglu(h, E4M3))
@@ -98,7 +101,7 @@ def _swiglu(setting: Setting, which: str) -> tuple[Callable[[], object], str]:
 
 def _rope(setting: Setting, backward: bool) -> tuple[Callable[[], object], str]:
     """q, k of which a third turns, as in DeepSeek-V3."""
-    ops, (heads, length, qk, v) = _ops(), setting.sizes.attention
+    heads, length, qk, v = setting.sizes.attention
     rope = qk // 3
     cos, sin = (random(setting, 1, length, rope // 2, dtype=torch.float32) for _ in range(2))
     q = random(setting, 1, length, heads, qk)
@@ -106,6 +109,4 @@ def _rope(setting: Setting, backward: bool) -> tuple[Callable[[], object], str]:
         kv, k_rope = random(setting, 1, length, heads, qk - rope + v), random(setting, 1, length, rope)
         return lambda: ops.rope_forward(q, kv, k_rope, cos, sin), str(ops.choose_rope(q))
     dk, dv, cast = random(setting, 1, length, heads, qk), random(setting, 1, length, heads, v), (E4M3, "fp32")
-    choice = ops.choose_rope(q, E4M3)
-    kernels = import_module(f"dsv3fp8.kernels.rope.{choice.backend}")
-    return lambda: kernels.backward_cast(q, dk, dv, cos, sin, cast, cast), str(choice)
+    return lambda: ops.rope_backward_cast(q, dk, dv, cos, sin, cast, cast), str(ops.choose_rope(q, E4M3))
