@@ -35,7 +35,9 @@ def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     loss, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device).unbind()
     if rows:
         block, warps = _block(cols)
-        _forward_kernel[(rows,)](logits, targets, loss, lse, cols, logits.stride(0), BLOCK=block, num_warps=warps, **_EXACT)
+        _loss_forward_kernel[(rows,)](
+            logits, targets, loss, lse, cols, logits.stride(0), BLOCK=block, num_warps=warps, **_EXACT
+        )
     return loss, lse
 
 
@@ -45,7 +47,7 @@ def backward(logits: Tensor, lse: Tensor, targets: Tensor, dloss: Tensor, dtype:
     dlogits = torch.empty(rows, cols, dtype=dtype, device=logits.device)
     if rows:
         block, warps = _block(cols)
-        _backward_kernel[(rows * ceil_div(cols, block),)](
+        _loss_backward_kernel[(rows * ceil_div(cols, block),)](
             logits, lse, targets, dloss, dlogits, cols, logits.stride(0), dloss.stride(0),
             BLOCK=block, num_warps=warps, **_EXACT,
         )  # fmt: skip
@@ -75,7 +77,7 @@ def _finite(x):
 
 
 @triton.jit
-def _forward_kernel(logits, targets, loss, lse, cols, stride, BLOCK: tl.constexpr):
+def _loss_forward_kernel(logits, targets, loss, lse, cols, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     top = -float("inf")  # a NaN is no maximum, but makes the sum NaN
@@ -96,7 +98,7 @@ def _forward_kernel(logits, targets, loss, lse, cols, stride, BLOCK: tl.constexp
 
 
 @triton.jit
-def _backward_kernel(logits, lse, targets, dloss, dlogits, cols, stride, dloss_stride, BLOCK: tl.constexpr):
+def _loss_backward_kernel(logits, lse, targets, dloss, dlogits, cols, stride, dloss_stride, BLOCK: tl.constexpr):
     blocks = tl.cdiv(cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

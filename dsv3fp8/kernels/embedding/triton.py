@@ -32,7 +32,7 @@ def forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(ids.numel(), cols, dtype=dtype, device=weight.device)
     if out.numel():
         grid = (ids.numel() * ceil_div(cols, _COLS),)
-        _forward_kernel[grid](ids, weight, out, cols, weight.stride(0), BLOCK=_COLS, num_warps=4)
+        _embedding_forward_kernel[grid](ids, weight, out, cols, weight.stride(0), BLOCK=_COLS, num_warps=4)
     return out
 
 
@@ -44,12 +44,12 @@ def backward(ids: Tensor, dx: Tensor, vocabulary: int) -> Tensor:
         return dweight.zero_()
     found, order = torch.sort(ids, stable=True)
     first = torch.searchsorted(found, torch.arange(vocabulary + 1, device=ids.device))
-    _backward_kernel[(vocabulary * ceil_div(cols, _TILE),)](dx, order, first, dweight, cols, COLS=_TILE, num_warps=4)
+    _embedding_backward_kernel[(vocabulary * ceil_div(cols, _TILE),)](dx, order, first, dweight, cols, COLS=_TILE, num_warps=4)
     return dweight
 
 
 @triton.jit
-def _forward_kernel(ids, weight, out, cols, stride, BLOCK: tl.constexpr):
+def _embedding_forward_kernel(ids, weight, out, cols, stride, BLOCK: tl.constexpr):
     blocks = tl.cdiv(cols, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def _sum(dx, order, begin, end, c, cols, ROWS: tl.constexpr, COLS: tl.constexpr)
 
 
 @triton.jit
-def _backward_kernel(dx, order, first, dweight, cols, COLS: tl.constexpr):
+def _embedding_backward_kernel(dx, order, first, dweight, cols, COLS: tl.constexpr):
     blocks = tl.cdiv(cols, COLS)
     word = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
