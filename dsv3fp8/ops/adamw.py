@@ -45,6 +45,16 @@ class Update:
 
             self._fused = triton.Tensors([weight.numel() for weight in self.weights], self.decayed, device)
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the last update found its tensors, for `point`."""
+        return () if self._fused is None else self._fused.addresses
+
+    def point(self, addresses: tuple[int, ...]) -> None:
+        """Let an update that a CUDA graph recorded find its tensors where it found them then."""
+        if self._fused is not None:
+            self._fused.point(addresses)
+
     @torch.no_grad()
     def apply(self, gradients: Sequence[Tensor | None], lr: float | Tensor, applied: Tensor, factor: Tensor) -> None:
         """Move everything by FP32 gradients times `factor`, or nothing where `applied` is False.

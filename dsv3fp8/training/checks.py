@@ -35,6 +35,12 @@ def validate_run(config: RunConfig) -> None:
     if config.recipe.linears == "te" and not problems:
         against = te.reason_against(select_device(training.device))
         problems += [] if against is None else [f"recipe.linears=te: {against}"]
+    if training.cuda_graph and not problems and select_device(training.device).type != "cuda":
+        problems.append("training.cuda_graph=true needs a CUDA GPU: set it to false")
+    if training.cuda_graph and config.data.isolate_documents:
+        problems.append(
+            "training.cuda_graph=true cannot record steps that keep documents apart: set it or data.isolate_documents to false"
+        )
     raise_problems(problems)
 
 

@@ -17,6 +17,7 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.precision.flush import FlushMeter, measure_flush
 from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.checks import validate_run
+from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.metrics import MetricsFile, expert_balance
 from dsv3fp8.training.profiler import StepProfiler
 from dsv3fp8.training.reporting import Reporters, record_start, summary
@@ -61,6 +62,7 @@ class Loop:
         stack.callback(self.reporters.close)
         self.profiler = StepProfiler(self.training.profile, run.directory.profile, self.state.step + 1)
         stack.callback(self.profiler.close)
+        self.graph = StepGraph(run.model, run.optimizer, self.training.clip) if self.training.cuda_graph else None
         flops = run.model.flops_per_token(self.training.context)
         self.speed = Speedometer(flops, device_name(run.device))
         self._saved_step = self.state.step
@@ -98,7 +100,10 @@ class Loop:
         counting = validating or step == 1 or _is_due(step, FLUSH_EVERY * training.log_every)
         with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
-            result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip)
+            if self.graph is None:
+                result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip)
+            else:
+                result = self.graph.step(micro_batches, lr)
         self._count_skipped(step, result)  # waits for the device
         self.profiler.step()
         self.speed.add(result.tokens)

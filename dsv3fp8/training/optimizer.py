@@ -61,6 +61,15 @@ class AdamW:
         factor = torch.ones((), dtype=torch.float64, device=device) if factor is None else factor
         self._update.apply([parameter.grad for parameter in self.parameters.values()], lr, applied, factor)
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the last step found its tensors, for `point`."""
+        return self._update.addresses
+
+    def point(self, addresses: tuple[int, ...]) -> None:
+        """Let a step that a CUDA graph recorded find its tensors where it found them then; call it before every replay."""
+        self._update.point(addresses)
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters.values():

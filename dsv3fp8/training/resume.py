@@ -25,6 +25,7 @@ FREE_KEYS = {
     "training.keep",
     "training.max_skipped",
     "training.profile",
+    "training.cuda_graph",
     "training.deterministic",
 }
 FREE_GROUPS = {"logging"}

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from dsv3fp8.model.transformer import Transformer
 
 
+Window = tuple[Tensor, Tensor | None]
+"""Tokens of a micro-batch and its documents, where the model lies."""
+
+
 class StepResult:
     """What one optimizer step found. Its numbers are read from the device, all at once, when one is first asked for."""
 
@@ -83,25 +87,43 @@ def train_step(
     That is decided on the device: nothing is read back from it, and nothing waits for it, until the result is looked at.
     """
     device = next(iter(optimizer.parameters.values())).device
-    depth = model.config.mtp_depth
+    totals, tokens = count_step(micro_batches, model.config.mtp_depth)
+    windows = [moved(batch, device) for batch in micro_batches]
+    figures, load = take_step(model, optimizer, windows, totals, lr, clip_norm)
+    return StepResult(figures, totals, tokens, load)
+
+
+def count_step(micro_batches: Sequence["Batch"], depth: int) -> tuple[Totals, int]:
+    """(what the sums of a step range over, its input tokens), counted where the batches lie."""
     totals = sum_totals(count_targets(batch.tokens, batch.documents, depth) for batch in micro_batches)
+    return totals, sum(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1) for batch in micro_batches)
+
+
+def take_step(
+    model: "Transformer",
+    optimizer: AdamW,
+    windows: Sequence[Window],
+    totals: Totals,
+    lr: float | Tensor,
+    clip_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """The step itself, on the device alone: (figures, expert load) as StepResult takes them."""
     sums: Tensor | None = None
-    for batch in micro_batches:
-        losses = model(*_moved(batch, device))
+    for window in windows:
+        losses = model(*window)
         model.objective(losses, totals).backward()
         parts = torch.stack([part.detach().double() for part in (losses.loss, *losses.mtp, losses.balance)])
         sums = parts if sums is None else sums + parts
         del losses
     assert sums is not None
 
-    norm = gradient_norm(gradients(optimizer.parameters.values()), device)
+    norm = gradient_norm(gradients(optimizer.parameters.values()), sums.device)
     applied = _is_sound(sums, norm, clip_norm)
     optimizer.step(lr, applied, clip_factor(norm, clip_norm))
     optimizer.zero_grad()
     load = model.expert_load()
     model.end_step(applied)
-    tokens = sum(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1) for batch in micro_batches)
-    return StepResult(torch.cat((sums, torch.stack((norm, applied.double())))), totals, tokens, load)
+    return torch.cat((sums, torch.stack((norm, applied.double())))), load
 
 
 def _is_sound(sums: Tensor, norm: Tensor, clip_norm: float) -> Tensor:
@@ -120,7 +142,7 @@ def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.dev
         targets = 0
         for batch in batches:
             targets += count_targets(batch.tokens, batch.documents, 0).targets
-            total += model(*_moved(batch, device), ahead=False).loss
+            total += model(*moved(batch, device), ahead=False).loss
     finally:
         model.train()  # which drops weight codes made here: their amax was not looked at
     assert targets, "nothing to validate on"
@@ -133,11 +155,10 @@ def sum_totals(parts: Iterable[Totals]) -> Totals:
     return sum(rest, start=first)
 
 
-def _moved(batch: "Batch", device: torch.device) -> tuple[Tensor, Tensor | None]:
-    documents = batch.documents
-    return _sent(batch.tokens, device), None if documents is None else _sent(documents, device)
+def moved(batch: "Batch", device: torch.device) -> Window:
+    """The batch where the model lies. To a GPU by way of pinned memory: any other copy would wait for what runs there."""
 
+    def sent(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """To a GPU by way of pinned memory: a copy from any other would wait for what was launched before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return sent(batch.tokens), None if batch.documents is None else sent(batch.documents)

@@ -63,6 +63,13 @@ def test_bf16_moments_that_could_never_decay_are_refused() -> None:
     replace(OPTIMIZER, betas=[0.9, 0.999], moments="fp32").validate()
 
 
+def test_a_cuda_graph_needs_a_gpu_and_whole_windows(nano: Any) -> None:
+    with pytest.raises(UserError, match=r"training\.cuda_graph=true needs a CUDA GPU"):
+        validate_run(nano("training.cuda_graph=true", "training.device=cpu"))
+    with pytest.raises(UserError, match=r"training.cuda_graph=true cannot record .* or data.isolate_documents to false"):
+        validate_run(nano("training.cuda_graph=true", "data.isolate_documents=true"))
+
+
 def test_a_context_beyond_the_rope_table_is_refused(nano: Any) -> None:
     """H11."""
     with pytest.raises(UserError, match=r"training.context=2048 is longer than model.context=1024"):

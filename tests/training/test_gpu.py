@@ -10,6 +10,7 @@ import torch
 
 from dsv3fp8.data import Batch
 from dsv3fp8.training.generate import main
+from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.loop import train
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.optimizer import AdamW
@@ -119,3 +120,44 @@ def test_a_skipped_step_moves_nothing_and_is_decided_on_the_gpu(nano: Any, recip
     assert all(torch.equal(a, b) for a, b in zip(before, state(model, optimizer), strict=True))
     assert train_step(model, optimizer, batches(2), 1e-3, 1.0).applied
     assert not all(torch.equal(a, b) for a, b in zip(before, state(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize("words", [(), ("model.mtp_depth=1",), ("model.dense_layers=2",)], ids=str)
+@pytest.mark.parametrize("recipe", ["dsv3", "bf16", "delayed"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_replayed_steps_equal_launched_ones(nano: Any, recipe: str, words: tuple[str, ...], moments: str) -> None:
+    """Rates and loads change, a step is skipped for a weight that is NaN, and one is launched in between."""
+    runs, losses = [], []
+    for graphed in (False, True):
+        config = nano(f"recipe={recipe}", f"optimizer.moments={moments}", *WIDTHS, *words)
+        model, optimizer = build(config, torch.device("cuda"))
+        graph = StepGraph(model, optimizer, 1.0)
+        seen: list[float] = []
+        for seed in range(9):
+            lr, given = 1e-3 * (seed + 1), batches(seed) if seed != 6 else batches(seed)[:1]
+            if seed == 5:
+                kept = model.embedding.detach().clone()
+                with torch.no_grad():
+                    model.embedding.fill_(float("nan"))
+            result = graph.step(given, lr) if graphed else train_step(model, optimizer, given, lr, 1.0)
+            seen += [result.loss, result.grad_norm, *result.expert_load.flatten().tolist()] if seed != 5 else []
+            assert result.applied == (seed != 5)
+            if seed == 5:
+                with torch.no_grad():
+                    model.embedding.copy_(kept)
+        assert (graph._graph is not None) == graphed
+        runs.append(state(model, optimizer))
+        losses.append(seen)
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_run_with_a_graph_is_the_run_without_it(nano: Any, curve: Any) -> None:
+    """Validation, counting of flushed values and checkpoints in between."""
+    configs = [
+        nano("recipe=dsv3", "training.device=cuda", "training.steps=12", f"training.cuda_graph={on}", *WIDTHS[1:-1], run=on)
+        for on in ("false", "true")
+    ]
+    for config in configs:
+        assert train(config) == 0
+    assert curve(configs[0].run_dir) == curve(configs[1].run_dir)

@@ -33,7 +33,7 @@ def reason_against(moments: torch.dtype) -> str | None:
 class Tensors:
     """Where the tensors of an optimizer lie, for one launch over all of them.
 
-    sizes: elements of each. decayed: whether weight decay takes from it. Pointers go to the device only when they changed.
+    sizes: elements of each. decayed: whether weight decay takes from it. addresses: those that the last launch was to use.
     """
 
     def __init__(self, sizes: Sequence[int], decayed: Sequence[bool], device: torch.device) -> None:
@@ -45,15 +45,20 @@ class Tensors:
         self.where = torch.from_numpy(np.stack((owner, block), 1)).to(device)
         self.about = torch.tensor(list(zip(sizes, decayed, strict=True)), dtype=torch.int64).to(device)
         self.pointers = torch.zeros(len(sizes), 4, dtype=torch.int64, device=device)
-        self._pointed: tuple[int, ...] = ()
+        self.addresses = self._there = (0,) * self.pointers.numel()
 
-    def point(self, pointers: tuple[int, ...]) -> None:
-        """Let the next launch use these addresses: weight, gradient, first and second moment of each tensor in turn."""
-        if pointers != self._pointed:
-            table = torch.tensor(pointers, dtype=torch.int64).view_as(self.pointers)
+    def point(self, addresses: tuple[int, ...]) -> None:
+        """Let the next launch use these: of weight, gradient, first and second moment of each tensor in turn.
+
+        While a CUDA graph records, they are only remembered: whoever replays it calls this before.
+        """
+        self.addresses = addresses
+        recording = self.pointers.is_cuda and torch.cuda.is_current_stream_capturing()
+        if addresses != self._there and not recording:
+            table = torch.tensor(addresses, dtype=torch.int64).view_as(self.pointers)
             table = table.pin_memory() if self.pointers.is_cuda else table
             self.pointers.copy_(table, non_blocking=True)
-            self._pointed = pointers
+            self._there = addresses
 
 
 def update(
