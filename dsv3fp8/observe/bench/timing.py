@@ -17,7 +17,8 @@ import torch
 
 from dsv3fp8.observe.bench.rates import Call, Case, Timing, Way
 
-MOST_CALLS = 64  # in one graph
+MOST_CALLS = 64  # in one sample
+HOST_SAMPLE_MS = 100.0  # of calls that the host launches: a sample's first launches find the chip idle
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def _sampler(way: Way, clock: Clock, timing: Timing) -> Callable[[], float]:
             torch.cuda.synchronize(clock.device)
         else:
             return partial(_replayed_ms, graph, calls, count)
-    # The host may run ahead of the chip: what counts is the slower of the two.
-    return lambda: _event_ms(lambda: [calls[i % len(calls)]() for i in range(count)]) / count
+    # The host may run ahead of the chip, once it has started: what counts is the slower of the two.
+    several = _calls_in_a_sample(each, HOST_SAMPLE_MS, len(calls))
+    return lambda: _event_ms(lambda: [calls[i % len(calls)]() for i in range(several)]) / several
 
 
 def _calls_in_a_sample(each_ms: float, sample_ms: float, sets: int) -> int:
