@@ -54,13 +54,14 @@ class Attention(Masters):
         slot = self.kv_a.slot()
         of_kv, k_rope = self.kv_norm.latent(self.kv_a(of_kv, slot=slot), self.kv_b.quantizers, slot)
         batch = sequences.shape[0]
-        q = rearrange(up_q(of_q), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
-        kv = rearrange(self.kv_b(of_kv), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
+        slots = up_q.slot(), self.kv_b.slot()
+        q = rearrange(up_q(of_q, slot=slots[0]), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
+        kv = rearrange(self.kv_b(of_kv, slot=slots[1]), "(b s) (h d) -> b s h d", b=batch, h=config.heads)
         k_rope = rearrange(k_rope, "(b s) r -> b s r", b=batch)
         inputs = None
         if self.recipe.recompute == "norms_and_up":
             sources = up_q.projection(of_q), self.kv_b.projection(of_kv)
             inputs = project_again(*sources, k_rope, sequences.cos, sequences.sin, config.heads)
-        q, k, v = mla_rope(q, kv, k_rope, sequences.cos, sequences.sin)
+        q, k, v = mla_rope(q, kv, k_rope, sequences.cos, sequences.sin, slots)
         heads = attention(q, k, v, self.scale, sequences.documents, self.recipe, self.out.quantizers, inputs)
         return self.out(heads, residual=rail)

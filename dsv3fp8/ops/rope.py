@@ -12,15 +12,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.kernels.elementwise import rope_forward
+from dsv3fp8.kernels.elementwise import choose_rope, rope_backward_cast, rope_forward
 from dsv3fp8.kernels.rope.reference import backward
+from dsv3fp8.ops.slot import GradientSlot
+from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.precision import ledger
+
+Slots = tuple[GradientSlot | None, GradientSlot | None]
 
 
 class _MlaRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, slots: Slots
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
+        ctx.slots = slots
         out = rope_forward(q, kv, k_rope, cos, sin)
         ctx.node = ledger.here("rope")
         if ctx.node:
@@ -32,16 +39,29 @@ class _MlaRope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        dq_in, dkv, dk_rope = backward(dq, dk, dv, cos, sin)
+        dq_in = dkv = None
+        for_q, for_kv = ctx.slots
+        if for_q and for_q.cast and for_kv and for_kv.cast and choose_rope(dq, for_q.cast[0]).backend == "triton":
+            q_codes, kv_codes, dk_rope = rope_backward_cast(dq, dk, dv, cos, sin, for_q.cast, for_kv.cast)
+            for_q.fill(*q_codes)
+            for_kv.fill(*kv_codes)
+            kv_width = dk.shape[-1] - dk_rope.shape[-1] + dv.shape[-1]
+            edges = edge_of(dq.shape, dq.dtype, dq.device), edge_of((*dk.shape[:-1], kv_width), dk.dtype, dk.device)
+        else:
+            dq_in, dkv, dk_rope = backward(dq, dk, dv, cos, sin)
+            edges = dq_in, dkv
         if ctx.node:
             ctx.node.report("backward", dq, {"dq": dq, "dk": dk, "dv": dv}, {"dq": dq_in, "dkv": dkv, "dk_rope": dk_rope})
-        return dq_in, dkv, dk_rope, None, None
+        return *edges, dk_rope, None, None, None
 
 
-def mla_rope(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mla_rope(
+    q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, slots: Slots = (None, None)
+) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, S, H, nope + rope], kv [B, S, H, nope + v], k_rope [B, S, rope], cos and sin fp32 [B or 1, S, rope / 2].
 
+    slots: of the linears that q and kv, as matrices [B * S, H * D], come from.
     Returns q and k [B, S, H, nope + rope] and v [B, S, H, v].
     """
-    out: tuple[Tensor, Tensor, Tensor] = _MlaRope.apply(q, kv, k_rope, cos, sin)
+    out: tuple[Tensor, Tensor, Tensor] = _MlaRope.apply(q, kv, k_rope, cos, sin, slots)
     return out
