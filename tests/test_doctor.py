@@ -30,7 +30,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, dsv3fp8
 names = [module.name for module in pkgutil.walk_packages(dsv3fp8.__path__, "dsv3fp8.")]
 for name in names:
-    triton = name.endswith((".triton", ".quantize.device", ".quantize.columns")) or ".gluon" in name
+    triton = name.endswith(".triton") or ".gluon" in name or ".quantize." in name and not name.endswith(".reference")
     if name != "dsv3fp8.__main__" and not triton:
         importlib.import_module(name)
 print(len(names))
@@ -82,6 +82,30 @@ def test_sizes_and_settings_that_decide_a_backend_are_asked_for(
     assert doctor.main(["model=v2_lite_16b", "data.isolate_documents=true"]) == 0
     assert "cut inside the rows" in (text := capsys.readouterr().out)
     assert "masked=True" in text
+
+
+def test_which_gemm_takes_which_kernels_goes_by_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V3's, as on Hopper: ours where K is short and the result BF16, none but ours under gemm=exact."""
+    monkeypatch.setattr(backend, "hopper_reason", lambda device: None)
+    model = load_config(["model=v3_671b"]).model
+
+    def taken(*words: str) -> dict[str, str]:
+        rows = precision_manifest(model, recipe("dsv3", *words), torch.device("cpu"))["backends"]
+        return {row["op"]: row["backend"] for row in rows if "." in row["op"]}
+
+    fast = taken()
+    ours = {op for op, kernels in fast.items() if kernels == "gluon"}
+    assert ours == {
+        "q_b.fprop", "kv_b.fprop", "shared_down.fprop",  # K = 1536, 512, 2048
+        *(f"{op}.{gemm}" for op in ("expert_gate_up", "expert_down") for gemm in ("fprop", "dgrad", "wgrad")),
+    }  # fmt: skip
+    assert fast["kv_a.dgrad"] == "cublaslt"  # K = 576, but summed with q_a's in FP32
+    assert set(fast.values()) == {"gluon", "cublaslt"}
+    exact = taken("gemm=exact")
+    assert set(exact.values()) == {"gluon", "triton"}
+    assert {op for op, kernels in exact.items() if kernels == "triton" and not op.endswith("wgrad")} == {
+        "out.fprop", "q_a.dgrad", "kv_a.dgrad"
+    }  # fmt: skip
 
 
 def test_tested_versions_are_those_of_the_constraints() -> None:
