@@ -4,6 +4,10 @@ import pytest
 import torch
 from interpreted_triton import _as_on_a_gpu
 
+from dsv3fp8.config import load_config
+from dsv3fp8.data import Batch
+from dsv3fp8.kernels import outer
+from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
 from dsv3fp8.kernels.cross_entropy import triton as cross_entropy
 from dsv3fp8.kernels.cross_entropy.reference import IGNORED
@@ -11,6 +15,8 @@ from dsv3fp8.kernels.embedding import reference as embedding_reference
 from dsv3fp8.kernels.embedding import triton as embedding
 from dsv3fp8.kernels.optimizer import reference as optimizer_reference
 from dsv3fp8.kernels.optimizer import triton as optimizer
+from dsv3fp8.training.setup import build
+from dsv3fp8.training.step import train_step
 
 __all__ = ["_as_on_a_gpu"]  # the fixture
 
@@ -93,3 +99,36 @@ def test_adamw(moments: torch.dtype, beta1: float) -> None:
         for got, want in ((weights[i], parts[0][0]), (first[i], parts[2][0]), (second[i], parts[3][0])):
             close = {"rtol": 1e-5, "atol": 1e-6} if got.dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
             torch.testing.assert_close(got, want, **close)
+
+
+NANO = (
+    "data=synthetic", "recipe=bf16", "model.vocab_size=64", "model.dim=16", "model.layers=2", "model.heads=1",
+    "model.q_latent=8", "model.kv_latent=8", "model.head_nope=8", "model.head_rope=4", "model.head_v=8", "model.ffn=16",
+    "model.expert_ffn=8", "model.experts=2", "model.top_k=1", "model.groups=1", "model.kept_groups=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_whole_steps_with_a_skipped_one(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+    """Loss, clipping, moments and the number of updates are those of torch; the second of four steps has a NaN gradient."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [Batch(torch.randint(64, (2, 9), generator=generator), None) for _ in range(4)]
+    runs, losses = [], []
+    for backend in ("reference", "triton"):
+        monkeypatch.setattr(outer, "choose", lambda *_, backend=backend: Choice(backend, "as asked"))
+        model, adamw = build(load_config([*NANO, f"optimizer.moments={moments}"]), torch.device("cpu"))
+        for step, batch in enumerate(batches):
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            hook = model.head.register_hook(lambda gradient: gradient * torch.nan) if step == 1 else None
+            result = train_step(model, adamw, [batch], lr=1e-2, clip_norm=0.5)
+            assert result.applied == (step != 1)
+            if hook:
+                hook.remove()
+                assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+            else:
+                losses.append(result.loss)
+        assert adamw.steps == 3
+        runs.append([*model.state_dict().values(), *adamw.first.values(), *adamw.second.values()])
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+    for got, want in zip(*runs, strict=True):
+        assert (got.double() - want.double()).norm() <= 0.02 * want.double().norm() + 1e-12
