@@ -68,8 +68,9 @@ class _Attention(torch.autograd.Function):
         lse, *rest = ctx.saved_tensors
         kept = ctx.restore(tuple(rest[: ctx.n_kept]))
         q, k, v = ctx.restore_inputs(tuple(rest[ctx.n_kept :]))
-        # E5M6 times a power of two is exact in BF16: the cast changes nothing.
-        out, dout = values_of(kept).view_as(v).to(v.dtype), dout.reshape(v.shape)
+        # E5M6 times a power of two is exact in BF16: the rounding changes nothing.
+        out = backend.decode(kept, v.dtype) if isinstance(kept, QuantizedTensor) else kept
+        out, dout = out.view_as(v), dout.reshape(v.shape)
         if ctx.on_cudnn:
             dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, ctx.scale)
         else:
@@ -117,11 +118,17 @@ def attention(
     assert call.kept is not None
     with torch.no_grad():
         cache = call.kept.restore(call.kept.tensors)
-        source = values_of(cache) if recipe.operand == "cache" else call.output
-        operand: Operand = out_proj.quantize("input", source, 1)
-        if not isinstance(operand, QuantizedTensor):
-            operand = operand.to(v.dtype)
-        elif node := ledger.here("requantize"):
+        operand = _requantized(cache if recipe.operand == "cache" else call.output, out_proj, v.dtype)
+        if isinstance(operand, QuantizedTensor) and (node := ledger.here("requantize")):
             read = {"attn_cache": cache} if recipe.operand == "cache" else {"attn_out": call.output}
             node.report("forward", operand, read, {"attn_operand": operand})
     return Activation(edge, operand, call.kept)
+
+
+def _requantized(source: Operand, out_proj: LinearQuantizers, dtype: torch.dtype) -> Operand:
+    """The out projection's operand from attention's output or its cache; values of dtype where it is not quantized."""
+    if isinstance(source, QuantizedTensor) and (cast := out_proj.rides("input")):
+        fmt, kind = cast
+        return backend.retile(source, ROW_128, kind, fmt=fmt)
+    operand = out_proj.quantize("input", values_of(source), 1)
+    return operand if isinstance(operand, QuantizedTensor) else operand.to(dtype)
