@@ -7,6 +7,8 @@ of its kernel; who asks for one says in what format and with which scale kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -32,9 +34,8 @@ def _choice(device: torch.device, kernels: str, *asked: Any) -> Choice:
     return Choice("reference", f"torch, fp32 arithmetic: {against}")
 
 
+@lru_cache
 def _kernels(name: str) -> Any:
-    from importlib import import_module
-
     return import_module(f"dsv3fp8.kernels.{name}.triton")
 
 

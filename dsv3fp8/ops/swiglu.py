@@ -50,7 +50,9 @@ def activate(
     weight: fp32 [T], multiplied inside. groups: as in `LinearQuantizers.quantize`.
     """
     cache = recipe.swiglu_cache
-    if cache.format == "e4m3" and (cast := down.rides("input")) and choose_swiglu(h, cast[0]).backend == "triton":
+    if (cast := down.rides("input")) and choose_swiglu(h, cast[0]).backend == "triton":
+        if cache.format != "e4m3":
+            return h, h, swiglu_forward_again(h, h.dtype, weight, *cast)
         cached, operand = swiglu_forward_cast(h, weight, cache.scale, recipe.swiglu_input == "cache", *cast)
         return cached, h, operand
     kept: Operand = backend.quantize(h, E4M3, ROW_128, cache.scale, col_parts=2) if cache.format == "e4m3" else h
