@@ -346,12 +346,12 @@ def explain(
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
     rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
     rows += _casts(recipe, device)
-    from dsv3fp8.kernels import elementwise, outer
+    from dsv3fp8.kernels import elementwise, moe, outer
 
     act = recipe.linear("expert_down").input
     rows += elementwise.explain(device, dtype, act.storage if act.quantized else None)
     rows += outer.explain(device, dtype)
-    rows.append(("router, dispatch, combine", Choice("reference", "torch, fp32 arithmetic")))
+    rows += moe.explain(device, dtype)
     return rows
 
 

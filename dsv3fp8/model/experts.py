@@ -14,7 +14,6 @@ from dsv3fp8.ops.exchange import Plan, make_plan
 from dsv3fp8.ops.experts import ExpertsCall, routed_experts
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.residual import residual_sum
-from dsv3fp8.ops.router import balance_loss
 from dsv3fp8.ops.stash import Activation
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
@@ -76,10 +75,10 @@ class MoELayer(Masters):
         for_shared = self.shared.gate_up.quantizers if self.shared is not None else None
         routed, shared, y = (experts.gate_up_quantizers, x.dtype), (for_shared, x.dtype), (None, widened(x.dtype))
         rail, (payload, of_shared, of_router) = self.norm(x, [Reader(*reader) for reader in (routed, shared, y)])
-        routing = self.router(of_router.edge, values_of(of_router.operand), x, self.norm.weight, sequences.real)
+        routing = self.router(of_router.edge, values_of(of_router.operand), x, self.norm.weight, sequences)
         plan = make_plan(routing.ids, config.experts, sequences.real)
+        self.router.count(plan.load)
         branches = [experts(payload, routing.weights, plan)]
         if self.shared is not None:
             branches.append(self.shared(of_shared))
-        balance = balance_loss(routing.scores, config.top_k, sequences.shape[0], sequences.real)
-        return residual_sum(rail, *branches), balance
+        return residual_sum(rail, *branches), routing.balance

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.linear import Masters
-from dsv3fp8.ops.router import Routing, affinity, expert_counts, gate_weights, router_logits, select_experts
+from dsv3fp8.model.sequence import Sequences
+from dsv3fp8.ops.router import Routing, Rule, route, router_logits
 
 
 class Router(Masters):
@@ -25,14 +26,17 @@ class Router(Masters):
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, edge: Tensor, y: Tensor, x: Tensor, gamma: Tensor, real: Tensor | None) -> Routing:
-        """Routes the norm output y [T, D] = norm(x, gamma); edge: its fp32 autograd edge; real: False for padding."""
-        config = self.config
-        scores = affinity(router_logits(edge, self.weight, y, x, gamma, config.norm_eps), config.score)
-        ids = select_experts(scores.detach(), self.bias, config.top_k, config.groups, config.kept_groups)
+    def forward(self, edge: Tensor, y: Tensor, x: Tensor, gamma: Tensor, sequences: Sequences) -> Routing:
+        """Routes the norm output y [T, D] = norm(x, gamma); edge: its fp32 autograd edge."""
+        c = self.config
+        rule = Rule(c.score, c.top_k, c.groups, c.kept_groups, c.normalize, c.route_scale)
+        logits = router_logits(edge, self.weight, y, x, gamma, c.norm_eps)
+        return route(logits, self.bias, rule, sequences.shape[0], sequences.real)
+
+    def count(self, load: Tensor) -> None:
+        """Adds tokens per expert, int [E], to those of this optimizer step, where they are tokens to learn from."""
         if self.training and torch.is_grad_enabled():
-            self.load += expert_counts(ids, config.experts, real)
-        return Routing(ids, gate_weights(scores, ids, config.normalize, config.route_scale), scores)
+            self.load += load
 
     def end_step(self, applied: Tensor | bool) -> None:
         """`end_step` of this router alone."""

@@ -7,82 +7,70 @@ holds two experts. Rows in between are inert: code 0, scale 1, gate weight 0.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
-import torch
 from torch import Tensor
 
+from dsv3fp8.kernels import moe
+from dsv3fp8.kernels.exchange.reference import ROWS, capacity
+from dsv3fp8.precision import ledger
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
-from dsv3fp8.precision.widen import wide, widened
-
-ROWS = 128
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every (token, choice) goes.
+    """Where every copy goes: (token, choice), numbered token * K + choice.
 
-    counts, starts: rows of each expert and its first row, on the host. rows: total rows, a multiple of 128.
-    token: int64 [rows], the token in each row; live: bool [rows], False for inert rows.
-    slot: int64 [T, K], the row of each choice; sent: bool [T, K], False for choices that go nowhere (padding tokens).
-    groups: int64 [rows / 128], the expert of each block of 128 rows.
+    rows: total rows, a multiple of 128. On a GPU they are as many as any choice of experts may need, so that the host need
+    not know the counts; those beyond the last expert's are inert.
+    copy: int32 [rows], the copy in each row, -1 in inert rows.
+    slot: int32 [T, K], the row of each choice; -1 for choices that go nowhere (padding tokens).
+    groups: int64 [rows / 128], the expert of each block of 128 rows; -1 beyond the last.
     blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last.
+    load: int32 [E], tokens of each expert.
     """
 
-    counts: list[int]
-    starts: list[int]
     rows: int
-    token: Tensor
-    choice: Tensor
-    live: Tensor
+    copy: Tensor
     slot: Tensor
-    sent: Tensor
     groups: Tensor
     blocks: Tensor
+    load: Tensor
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert, on the host: the one place where it waits for a GPU."""
+        return self.load.tolist()
+
+    @property
+    def starts(self) -> list[int]:
+        """Each expert's first row, on the host."""
+        return [0, *accumulate(_whole(count) for count in self.counts[:-1])]
+
+    def exact(self) -> Plan:
+        """The same without rows beyond the last expert's."""
+        rows = sum(map(_whole, self.counts))
+        return replace(self, rows=rows, copy=self.copy[:rows], groups=self.groups[: rows // ROWS])
+
+
+def _whole(count: int) -> int:
+    return ceil_div(count, ROWS) * ROWS
 
 
 def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
-    """The plan of expert ids [T, K]; tokens with real False are sent nowhere. Copies the counts to the host once."""
-    tokens, top_k = ids.shape
-    device = ids.device
-    sent = torch.ones_like(ids, dtype=torch.bool) if real is None else real[:, None].expand_as(ids)
-    flat = torch.where(sent, ids, experts).flatten()
-    order = torch.sort(flat, stable=True).indices  # by expert, then token: ids of one token are distinct
-    counts_device = torch.bincount(flat, minlength=experts + 1)[:experts]
-    padded = (counts_device + ROWS - 1) // ROWS * ROWS
-    ends = padded.cumsum(0)
-    counts = counts_device.tolist()
-    starts, rows = [], 0
-    for count in counts:
-        starts.append(rows)
-        rows += ceil_div(count, ROWS) * ROWS
-    order = order[: sum(counts)]
-    expert = flat[order]
-    first = counts_device.cumsum(0) - counts_device
-    row = (ends - padded)[expert] + torch.arange(order.numel(), device=device) - first[expert]
-    token = torch.zeros(rows, dtype=torch.int64, device=device)
-    choice = torch.zeros(rows, dtype=torch.int64, device=device)
-    live = torch.zeros(rows, dtype=torch.bool, device=device)
-    token[row], choice[row], live[row] = order // top_k, order % top_k, True
-    slot = torch.zeros(tokens * top_k, dtype=torch.int64, device=device)
-    slot[order] = row
-    # With its length given it need not ask the device for it.
-    groups = torch.repeat_interleave(torch.arange(experts, device=device), padded // ROWS, output_size=rows // ROWS)
-    blocks = torch.cat((ends.new_zeros(1), ends // ROWS)).to(torch.int32)
-    return Plan(counts, starts, rows, token, choice, live, slot.view(tokens, top_k), sent, groups, blocks)
+    """The plan of expert ids [T, K], different for one token; tokens with real False are sent nowhere.
+
+    Exact where nothing need wait for the counts, on the CPU, and where a ledger counts bytes.
+    """
+    rows = capacity(ids.shape[0], ids.shape[1], experts)
+    plan = Plan(rows, *moe.lay_out(ids, experts, real, rows))
+    return plan if ids.device.type == "cuda" and ledger.active() is None else plan.exact()
 
 
 def dispatch(x: Operand, plan: Plan) -> Operand:
     """Rows of x [T, D] in expert order, [rows, D]: codes and scales as they are, nothing is rounded on the way."""
-    if not isinstance(x, QuantizedTensor):
-        return torch.where(plan.live[:, None], x[plan.token], 0)
-    raw = x.codes.view(torch.uint8)[plan.token]
-    codes = torch.where(plan.live[:, None], raw, 0).view(x.codes.dtype)
-    shape = (plan.rows, x.shape[1])
-    if x.tile.rows is None:
-        return replace(x, codes=codes, shape=shape)
-    scale = x.expanded_rows()[plan.token]
-    scale = torch.where(plan.live[:, None], scale, 1.0)
-    return replace(x, codes=codes, scale=scale, shape=shape, tile=replace(x.tile, rows=1))
+    return moe.dispatch(x, plan.copy, plan.slot)
 
 
 def wire_bytes(rows: Operand, plan: Plan) -> int:
@@ -95,24 +83,14 @@ def wire_bytes(rows: Operand, plan: Plan) -> int:
 
 def dispatch_copies(x: Tensor, plan: Plan) -> Tensor:
     """One value per (token, choice), [T, K] -> [rows] in expert order; 0 in inert rows."""
-    return torch.where(plan.live, x[plan.token, plan.choice], 0)
+    return moe.pick(x, plan.copy)
 
 
 def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
     """Sums each token's K rows [rows, D] in fp32, in order of choice, optionally weighted by fp32 [T, K]; one rounding."""
-    total = rows.new_zeros(plan.slot.shape[0], rows.shape[1], dtype=widened(rows.dtype))
-    if plan.rows == 0:
-        return total.to(rows.dtype)
-    for choice in range(plan.slot.shape[1]):
-        part = wide(rows[plan.slot[:, choice]])
-        if weights is not None:
-            part = part * weights[:, choice, None]
-        total = total + torch.where(plan.sent[:, choice, None], part, 0)
-    return total.to(rows.dtype)
+    return moe.combine(rows, plan.slot, weights)
 
 
 def collect_copies(rows: Tensor, plan: Plan) -> Tensor:
     """One value per row -> [T, K]; 0 for choices that went nowhere. Inverse of `dispatch_copies`."""
-    if plan.rows == 0:
-        return rows.new_zeros(plan.slot.shape)
-    return torch.where(plan.sent, rows[plan.slot], 0)
+    return moe.pick(rows, plan.slot)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsv3fp8.kernels import moe
 from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward_cast
 from dsv3fp8.kernels.swiglu.reference import backward
 from dsv3fp8.ops import report
@@ -28,7 +29,7 @@ from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, values_of
-from dsv3fp8.precision.widen import wide
+from dsv3fp8.precision.widen import wide, widened
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _report_forward(
 ) -> None:  # fmt: skip
     plan, recipe = call.plan, call.recipe
     inert = 1 - sum(plan.counts) / plan.rows if plan.rows else 0.0
-    indices = {"plan": (plan.token, plan.choice, plan.live, plan.slot, plan.sent, plan.groups)}
+    indices = {"plan": (plan.copy, plan.slot, plan.groups, plan.blocks, plan.load)}
     wire = wire_bytes(received, plan)
     node.report(
         "forward", received, {"payload": x, "gate": weights}, {"received": received}, {"received": received},
@@ -170,18 +171,24 @@ def _combine_backward(
             _report_combine_backward(node.at("combine"), plan, dy, cast, received, None)
         return received, None
     assert output is not None
-    rows = wide(dy)[plan.token]
-    dweights = collect_copies((rows * wide(output)).sum(-1), plan)
-    weighted = rows * dispatch_copies(weights, plan)[:, None]
     # Each copy of dY * gate is cast before it travels; what leaves is per copy, so it is already in row order.
-    copies = call.down.quantize("gradient", weighted.to(dy.dtype) if not call.down.gemm.gradient.quantized else weighted, 1)
+    quantized, rides = call.down.gemm.gradient.quantized, call.down.rides("gradient")
+    given = (dy, plan.copy, weights, output)
+    copies: Operand
+    if rides and moe.choose_exchange(dy.device, weights.shape[1], dtype=dy.dtype, fmt=rides[0]).backend == "triton":
+        copies, dots = moe.weigh_cast(*given, *rides)
+        weighted = moe.weigh(*given, torch.float32)[0] if node else None
+    else:
+        weighted, dots = moe.weigh(*given, widened(dy.dtype) if quantized else dy.dtype)
+        copies = call.down.quantize("gradient", weighted, 1)
+    dweights = collect_copies(dots, plan)
     if node:
         _report_combine_backward(node.at("combine"), plan, weighted, copies, copies, dweights)
     return copies, dweights
 
 
 def _report_combine_backward(
-    node: ledger.Node, plan: Plan, dy: Tensor, cast: Operand, received: Operand, dweights: Tensor | None
+    node: ledger.Node, plan: Plan, dy: Tensor | None, cast: Operand, received: Operand, dweights: Tensor | None
 ) -> None:
     if isinstance(cast, QuantizedTensor):
         node.at("combine.cast").report("backward", cast, {"drouted": dy}, {"drouted": cast})

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.backend import matmul_nt
-from dsv3fp8.ops.exchange import ROWS, Plan
+from dsv3fp8.kernels.exchange.reference import ROWS
+from dsv3fp8.ops.exchange import Plan
 from dsv3fp8.ops.linear import transposed
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import GemmSpec
@@ -28,14 +29,15 @@ def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtyp
                 log.look_at_gemm(spec, gemm, (_rows(a, start, count), weights[expert]), together[start : start + count])
         return together
     device = a.codes.device if isinstance(a, QuantizedTensor) else a.device
-    parts = []
+    parts, end = [], 0
     for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
-        rows = _computed_rows(count, device)
-        if rows:
-            parts.append(matmul_nt(_rows(a, start, rows), weights[expert], out_dtype, spec, gemm))
-        if inert := ceil_div(count, ROWS) * ROWS - rows:
-            parts.append(torch.zeros(inert, weights.shape[-2], dtype=out_dtype, device=device))
-    return torch.cat(parts) if parts else torch.zeros(0, weights.shape[-2], dtype=out_dtype, device=device)
+        if start > end:
+            parts.append(torch.zeros(start - end, weights.shape[-2], dtype=out_dtype, device=device))
+        end = start + _computed_rows(count, device)
+        if count:
+            parts.append(matmul_nt(_rows(a, start, end - start), weights[expert], out_dtype, spec, gemm))
+    parts.append(torch.zeros(plan.rows - end, weights.shape[-2], dtype=out_dtype, device=device))
+    return torch.cat(parts)
 
 
 def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, like: Tensor, spec: GemmSpec) -> Tensor:

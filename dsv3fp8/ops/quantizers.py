@@ -151,7 +151,7 @@ class LinearQuantizers(nn.Module):
         amax = x.detach().abs().float()
         if groups is not None:
             blocks = amax.reshape(-1, 128 * x.shape[-1]).amax(-1)
-            per_expert = amax.new_zeros(state.history.shape[1]).scatter_reduce(0, groups, blocks, "amax")
+            per_expert = amax.new_zeros(state.history.shape[1]).scatter_reduce(0, groups.clamp(min=0), blocks, "amax")
             return state.scale(per_expert)[groups][:, None]
         if x.dim() > 2:  # weights of experts [E, N, K]
             return state.scale(amax.flatten(1).amax(1)).reshape(-1, 1, 1)

@@ -10,7 +10,7 @@ from support import nano, recipe
 from torch import Tensor
 
 from dsv3fp8.config import load_config
-from dsv3fp8.model import router
+from dsv3fp8.kernels.router import reference
 from dsv3fp8.model.block import Block
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.sequence import Sequences
@@ -122,14 +122,14 @@ def block_gradients(
     given: Recipe, monkeypatch: pytest.MonkeyPatch, ids: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of a MoE block of tiny, parameters drawn as a run draws them, normal x and dY; and the experts chosen."""
-    block, chosen, select = Block(TINY, given, dense=False), [], router.select_experts
+    block, chosen, select = Block(TINY, given, dense=False), [], reference.select_experts
 
     def held(*arguments: object) -> Tensor:
         chosen.append(select(*arguments) if ids is None else ids)  # type: ignore[arg-type]
         return chosen[-1]
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(router, "select_experts", held)
+        patch.setattr(reference, "select_experts", held)
         for i, parameter in enumerate(block.parameters()):
             if parameter.dim() > 1:
                 parameter.copy_(normal(*parameter.shape, seed=i) * TINY.init_std)

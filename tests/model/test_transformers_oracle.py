@@ -13,10 +13,10 @@ from support import recipe, relative
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+from dsv3fp8.kernels.router.reference import Rule, select_experts
 from dsv3fp8.model.config import ModelConfig, YarnConfig
 from dsv3fp8.model.router import Router
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.ops.router import select_experts
 
 TOLERANCE = 1e-5
 
@@ -223,5 +223,5 @@ def test_a_bias_changes_the_choice_of_the_oracle_too() -> None:
     model = pair(DeepseekV3ForCausalLM(config).float(), config)
     router = next(m for m in model.modules() if isinstance(m, Router))
     scores = torch.rand(64, 8, generator=torch.Generator().manual_seed(2))
-    with_bias = select_experts(scores, router.bias, 3, 4, 2)
-    assert not torch.equal(with_bias, select_experts(scores, torch.zeros(8), 3, 4, 2))
+    rule = Rule("sigmoid", 3, 4, 2, True, 1.0)
+    assert not torch.equal(select_experts(scores, router.bias, rule), select_experts(scores, torch.zeros(8), rule))

@@ -14,7 +14,6 @@ from dsv3fp8.ops.attention import attention
 from dsv3fp8.ops.embedding import embedding, join_edges
 from dsv3fp8.ops.exchange import combine, dispatch, make_plan
 from dsv3fp8.ops.residual import residual_sum
-from dsv3fp8.ops.router import affinity, gate_weights
 from dsv3fp8.ops.stash import Activation, beside, keep
 from dsv3fp8.ops.swiglu import swiglu
 
@@ -106,23 +105,6 @@ def test_attention_and_the_out_projection_behind_it(documents: Tensor | None) ->
         return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(10, -1) @ w.T + x
 
     assert_same_gradients(box, formula, leaves((2, 5, 3, 6), (2, 5, 3, 6), (2, 5, 3, 4), (8, 12), (10, 8)))
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
-def test_gate_weights(score: str, normalize: bool) -> None:
-    ids = torch.tensor([[2, 0], [1, 3], [3, 2]])
-
-    def formula(logits: Tensor) -> Tensor:
-        exp = torch.exp(logits)
-        scores = exp / (1 + exp) if score == "sigmoid" else exp / exp.sum(1, keepdim=True)
-        picked = torch.stack([row[i] for row, i in zip(scores, ids, strict=True)])
-        return 2.5 * (picked / picked.sum(1, keepdim=True) if normalize else picked)
-
-    def box(logits: Tensor) -> Tensor:
-        return gate_weights(affinity(logits, score), ids, normalize, 2.5)
-
-    assert_same_gradients(box, formula, leaves((3, 4)))
 
 
 def test_the_residual_sum_and_the_embedding() -> None:

@@ -64,8 +64,8 @@ def quantize(
         tile: rows and columns that share a scale; tail tiles cover what is there.
         row_parts, col_parts: equal parts tiled each on their own (gate and up halves). A dimension that is one tile
             as a whole (row, tensor) is not cut: its scale stays constant along K.
-        groups: with tile.rows None, int64 [R / 128]: the expert each block of 128 rows belongs to. Every expert then
-            has its own scale, stored once per block of 128 rows.
+        groups: with tile.rows None, int64 [R / 128]: the expert each block of 128 rows belongs to, -1 for blocks of
+            zeros that belong to none. Every expert then has its own scale, stored once per block of 128 rows.
         scale: a given scale grid (delayed, static scaling) instead of one from amax. A tile that holds NaN or inf is
             poisoned all the same.
     """
@@ -145,6 +145,7 @@ def _untiled(tiled: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _amax_of_group(amax: Tensor, groups: Tensor) -> Tensor:
+    groups = groups.clamp(min=0)  # blocks of no expert are zeros, whoever takes them in
     count = int(groups.max()) + 1
     largest = amax.new_zeros(count, amax.shape[1])
     # index_reduce may order its comparisons as it likes: a maximum does not depend on the order. NaN propagates.

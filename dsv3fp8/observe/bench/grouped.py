@@ -69,7 +69,7 @@ def _plan(setting: Setting, experts: int, tokens: int) -> tuple[Plan, torch.Tens
     """Equal groups, as the exchange would lay them out, and the ends that torch's product takes."""
     ids = torch.arange(experts * tokens, device=setting.device)[:, None] // tokens
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=setting.device) * tokens
-    return make_plan(ids, experts, None), ends
+    return make_plan(ids, experts, None).exact(), ends
 
 
 def _row_ways(setting: Setting, gemm: str, shape: tuple[int, int, int, int]) -> list[Way]:
