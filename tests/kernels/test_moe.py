@@ -158,8 +158,10 @@ def test_on_a_gpu_plans_equal_the_reference(tokens: int, top_k: int, experts: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [24, 200, 1024, 1408, 7168])
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), SIZES[:-2])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "cols"),
+    [*((*size, 200) for size in SIZES[:8]), *((129, 6, 64, cols) for cols in (24, 1024, 1408)), (4099, 8, 256, 7168)],
+)
 def test_on_a_gpu_what_travels_equals_the_reference_to_the_bit(
     tokens: int, top_k: int, experts: int, cols: int, poisoned: None
 ) -> None:
