@@ -19,6 +19,7 @@ from dsv3fp8.kernels.backend import hopper_reason
 from dsv3fp8.observe.bench import layer as layers
 from dsv3fp8.observe.bench import linears, peers, steps
 from dsv3fp8.observe.bench.casts import attention_tables, cast_tables
+from dsv3fp8.observe.bench.exchange import exchange_tables
 from dsv3fp8.observe.bench.fused import fused_tables
 from dsv3fp8.observe.bench.gemms import dense_tables
 from dsv3fp8.observe.bench.grouped import grouped_tables
@@ -38,8 +39,8 @@ from dsv3fp8.training.run_directory import environment
 
 HELP = ("-h", "--help", "help")
 KERNELS: dict[str, Callable[[Setting], list[Table]]] = {
-    "casts": cast_tables, "fused": fused_tables, "outer": outer_tables, "grouped": grouped_tables, "dense": dense_tables,
-    "attention": attention_tables,
+    "casts": cast_tables, "fused": fused_tables, "exchange": exchange_tables, "outer": outer_tables,
+    "grouped": grouped_tables, "dense": dense_tables, "attention": attention_tables,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, ...]] = {
     "kernels": tuple(KERNELS), "linear": linears.PARTS, "layer": layers.PARTS, "step": steps.PARTS

@@ -17,8 +17,8 @@ from dsv3fp8.observe.bench.timing import Clock, race, run_case
 CPU = Clock(torch.device("cpu"), rounds=2)
 TABLES = {
     "kernels": {
-        "casts", "fused", "outer", "grouped fprop", "grouped dgrad", "grouped wgrad", "grouped wgrad, bytes", "dense fprop",
-        "dense dgrad", "dense wgrad", "attention",
+        "casts", "fused", "exchange", "exchange, decided", "outer", "grouped fprop", "grouped dgrad", "grouped wgrad",
+        "grouped wgrad, bytes", "dense fprop", "dense dgrad", "dense wgrad", "attention",
     },
     "linear": {"linear", "linear, launched by the host", "weight casts"},
     "layer": {
@@ -208,7 +208,7 @@ def test_without_a_hopper_gpu_one_line_says_what_is_needed(
         (["kernels", "fast"], "fast: expected key=value, such as rounds=3 out=runs/bench"),
         (["kernels", "round=3"], "round: no such key; did you mean rounds?"),
         (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
-        (["kernels", "only=gemms"], "only=gemms: kernels has casts, fused, outer, grouped, dense, attention"),
+        (["kernels", "only=gemms"], "only=gemms: kernels has casts, fused, exchange, outer, grouped, dense, attention"),
         (["layer", "only=casts"], "only=casts: layer has recipes, eager, compiled, weights, roofline, breakdown"),
         (["layer", "recipes="], "recipes is empty; give names with commas, such as recipes=dsv3,bf16"),
         (["layer", "recipes=bf16,bf16"], "recipes=bf16,bf16 names one twice"),
