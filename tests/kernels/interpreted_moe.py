@@ -12,6 +12,7 @@ from interpreted_triton import _as_on_a_gpu, check
 from placement import gathered, place, routings, slots, summed
 from torch import Tensor
 
+from dsv3fp8.kernels import moe
 from dsv3fp8.kernels.exchange import reference as exchange_reference
 from dsv3fp8.kernels.exchange import triton as exchange
 from dsv3fp8.kernels.exchange.reference import capacity
@@ -22,6 +23,7 @@ from dsv3fp8.kernels.router import reference as router_reference
 from dsv3fp8.kernels.router import triton as router
 from dsv3fp8.kernels.router.reference import Rule
 from dsv3fp8.precision.formats import E4M3
+from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import BLOCK_128, ROW_128, QuantizedTensor, Tile
 
 __all__ = ["_as_on_a_gpu"]  # the fixture
@@ -169,3 +171,25 @@ def test_residual_sums(shape: tuple[int, int], branches: int) -> None:
     x, *rest = (torch.randn(shape).bfloat16() for _ in range(1 + branches))
     for others in (rest, [b.float() for b in rest]):
         assert torch.equal(residual.forward(x, *others), residual_reference.forward(x, *others))
+
+
+@pytest.mark.parametrize("gate", ["before", "after"])
+def test_a_step_through_the_kernels_reports_and_gives_what_the_reference_does(
+    gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums in another order may round a code the other way; a wrong row, weight or gradient would be seen in all."""
+    from support import build, gradients, nano, recipe, windows
+
+    config, grads, ledgers = nano(groups=2, kept_groups=1), [], []
+    window = windows(config)
+    documents = torch.where(torch.arange(window.shape[1]) < 17, 0, -1).expand(window.shape)
+    for against in ("not asked for", None):
+        monkeypatch.setattr(moe, "against_triton", lambda _, why=against: why)
+        with observe_ops() as ledger:
+            grads.append(gradients(build(config, recipe("dsv3", f"gate={gate}")), [window], [documents]))
+        ledgers.append(ledger)
+    assert ledgers[0].records == ledgers[1].records
+    assert not ledgers[1].unreported
+    assert not ledgers[1].unsaved
+    for name, want in grads[0].items():
+        assert torch.nn.functional.cosine_similarity(want.flatten(), grads[1][name].flatten(), 0) > 0.999, name

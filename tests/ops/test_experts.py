@@ -10,6 +10,7 @@ from emulation import bf16, matmul
 from support import recipe
 from torch import Tensor
 
+from dsv3fp8.ops import exchange
 from dsv3fp8.ops.exchange import make_plan
 from dsv3fp8.ops.experts import ExpertsCall, routed_experts
 from dsv3fp8.ops.quantizers import LinearQuantizers
@@ -264,6 +265,26 @@ def test_what_is_kept_are_the_received_codes_and_swiglus_input_in_e4m3() -> None
         (torch.float8_e4m3fn, (rows, DIM)), (torch.float32, (rows, 2)),
         (torch.float8_e4m3fn, (rows, 2 * HIDDEN)), (torch.float32, (rows, 2)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gate", ["before", "after"])
+@pytest.mark.parametrize("name", ["bf16", "dsv3", "rowwise", "tensorwise", "delayed", "blockwise_grad"])
+def test_rows_for_any_choice_change_no_bit(name: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nobody waits for the counts: blocks of no expert follow the last one's."""
+    case, given, given_rows = draw(random_ids(150)), recipe(name, f"gate={gate}"), []
+    exact, make = run(case, given), exchange.Plan
+
+    def plan(rows: int, *rest: Tensor) -> exchange.Plan:
+        given_rows.append(rows)
+        return make(rows, *rest)
+
+    monkeypatch.setattr(exchange.Plan, "exact", lambda plan: plan)
+    monkeypatch.setattr(exchange, "Plan", plan)
+    got = run(case, given)
+    monkeypatch.undo()
+    for part, want in vars(exact).items():
+        assert torch.equal(getattr(got, part), want), part
+    assert given_rows[0] > make_plan(case.ids, EXPERTS, None).rows
 
 
 def test_a_kept_swiglu_output_changes_no_bit() -> None:
