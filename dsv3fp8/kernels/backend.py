@@ -17,7 +17,7 @@ from dsv3fp8.kernels.quantize import reference as quantize_reference
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E5M6, Format
 from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
-from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, Operand, QuantizedTensor, Tile, grid_size
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, Operand, QuantizedTensor, Tile, grid_size
 
 
 @dataclass(frozen=True)
@@ -273,12 +273,35 @@ def quantize(
     return cast
 
 
-def quantize_both(
-    x: Tensor, fmt: Format, kind: str = "fp32", *, col_parts: int = 1
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """x [R, C] in 1x128 and in 128x1 tiles, as two calls of `quantize` give them."""
-    along_rows = quantize(x, fmt, ROW_128, kind, col_parts=col_parts)
-    return along_rows, quantize(x, fmt, COLUMN_128, kind, col_parts=col_parts)
+def quantize_both(x: Tensor, fmt: Format, kind: str = "fp32", *, col_parts: int = 1) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """x [R, C] in 1x128 and in 128x1 tiles, as two calls of `quantize` give them; in one pass where kernels do it."""
+    if choose_quantize(x.device, fmt, COLUMN_128, x.shape[-1], col_parts=col_parts).backend != "triton":
+        along_rows = quantize(x, fmt, ROW_128, kind, col_parts=col_parts)
+        return along_rows, quantize(x, fmt, COLUMN_128, kind, col_parts=col_parts)
+    from dsv3fp8.kernels.quantize import triton as kernels
+
+    casts = kernels.quantize_both(x, fmt, kind, col_parts=col_parts)
+    if (log := ledger.active()) is not None:
+        for cast in casts:
+            log.look_at_cast(x, cast, None)
+    return casts
+
+
+def quantize_mirrored(
+    x: Tensor, fmt: Format, kind: str = "fp32", *, row_parts: int = 1
+) -> tuple[QuantizedTensor, QuantizedTensor] | None:
+    """x [..., R, C] in 128x128 tiles, and the same codes and scales stored as [..., C, R], in one pass.
+
+    None where no kernel does it: whoever needs the transpose copies it then.
+    """
+    if choose_quantize(x.device, fmt, BLOCK_128, x.shape[-1]).backend != "triton":
+        return None
+    from dsv3fp8.kernels.quantize import triton as kernels
+
+    cast, turned = kernels.quantize_mirrored(x, fmt, kind, row_parts=row_parts)
+    if (log := ledger.active()) is not None:
+        log.look_at_cast(x, cast, None)
+    return cast, turned
 
 
 def retile(
@@ -306,6 +329,11 @@ def retile(
 
 def decode(source: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The values of codes, fp32(code * scale) rounded to dtype, [..., R, C]."""
+    if dtype.itemsize <= 4 and against_triton(source.codes.device) is None:
+        from dsv3fp8.kernels.quantize import triton as kernels
+
+        if kernels.reason_against_source(source) is None:
+            return kernels.decode(source, dtype)
     return source.decode().to(dtype)
 
 

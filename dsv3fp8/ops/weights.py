@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv3fp8.kernels.backend import quantize_mirrored
 from dsv3fp8.ops.quantizers import LinearQuantizers
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor
+from dsv3fp8.precision.tiles import BLOCK_128, Operand, QuantizedTensor
 
 
 @dataclass
@@ -52,9 +53,17 @@ class WeightCodes:
     def _fresh(self, weight: Tensor) -> _Cached:
         cached = self._cached
         if cached is None or cached.version != weight._version or cached.pointer != weight.data_ptr():
-            cached = _Cached(weight._version, weight.data_ptr(), self._quantize(weight, k_axis=1))
-            self._cached = cached
+            cached = self._cached = _Cached(weight._version, weight.data_ptr(), *self._made(weight))
         return cached
+
+    def _made(self, weight: Tensor) -> tuple[Operand, Operand | None]:
+        """fprop's operand, and dgrad's where one pass over the master gives both."""
+        spec = self.quantizers.gemm.weight
+        if spec.quantized and spec.tile == "128x128":
+            both = quantize_mirrored(weight.detach(), spec.storage, spec.scale, row_parts=self.row_parts)
+            if both is not None:
+                return both
+        return self._quantize(weight, k_axis=1), None
 
     def _quantize(self, weight: Tensor, k_axis: int) -> Operand:
         with torch.no_grad():
@@ -72,7 +81,9 @@ def compute_dtype(name: str, like: Tensor) -> torch.dtype:
 
 
 def _transposed(operand: Operand) -> Operand:
+    """Codes and block scales laid out as the transposed matrix; scales of rows lie as GEMMs read them either way."""
     if not isinstance(operand, QuantizedTensor):
         return operand.mT
     seen = operand.transposed()
-    return replace(seen, codes=seen.codes.contiguous(), scale=seen.scale.contiguous())
+    scale = seen.scale.contiguous() if seen.tile == BLOCK_128 else seen.scale
+    return replace(seen, codes=seen.codes.contiguous(), scale=scale)

@@ -6,6 +6,7 @@ are exact, which shows that every code meets its scale; what the tensor core add
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from dsv3fp8.kernels.gemm import triton as gemm
 from dsv3fp8.kernels.quantize import reference
 from dsv3fp8.kernels.quantize import triton as kernels
 from dsv3fp8.precision.formats import E4M3, E5M2, E5M6, Format
-from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile, ceil_div
 
 NUMPY = {
     "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16, "fp16": np.float16,
@@ -56,6 +57,11 @@ def check(got: QuantizedTensor, want: QuantizedTensor) -> None:
     assert torch.equal(got.scale.view(torch.int32), want.scale.view(torch.int32))
     for name in ("shape", "tile", "format", "scale_kind", "row_parts", "col_parts", "one_scale_per_group"):
         assert getattr(got, name) == getattr(want, name)
+
+
+def same_values(got: Tensor, want: Tensor) -> None:
+    assert torch.equal(torch.isnan(got), torch.isnan(want))
+    assert torch.equal(got.nan_to_num(0).float().view(torch.int32), want.nan_to_num(0).float().view(torch.int32))
 
 
 def draw(rows: int, cols: int, spread: float, seed: int) -> Tensor:
@@ -95,8 +101,54 @@ def test_quantizes_as_the_reference_does(
     got = kernels.quantize(x, fmt, tile, kind, **both)
     check(got, reference.quantize(x, fmt, tile, kind, **both))
     if tile == ROW_128:
-        for to in (COLUMN_128, BLOCK_128):
+        for to in (ROW_128, COLUMN_128, BLOCK_128):
             check(kernels.retile(got, to, fmt=E4M3), reference.retile(got, to, fmt=E4M3))
+        same_values(kernels.decode(got, dtype), got.decode().to(dtype))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(1, 200), cols=st.integers(1, 200), fmt=st.sampled_from([E4M3, E5M2]),
+    kind=st.sampled_from(["fp32", "pow2"]), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    parts=st.sampled_from([1, 2]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_two_casts_from_one_read_are_the_two_casts(
+    rows: int, cols: int, fmt: Format, kind: str, dtype: torch.dtype, parts: int, seed: int
+) -> None:
+    x = draw(rows * parts, cols * parts, 3.0, seed).to(dtype)
+    for got, tile in zip(kernels.quantize_both(x, fmt, kind, col_parts=parts), (ROW_128, COLUMN_128), strict=True):
+        check(got, reference.quantize(x, fmt, tile, kind, col_parts=parts))
+    stack = torch.stack((x, 2 * x.flip(0)))
+    cast, turned = kernels.quantize_mirrored(stack, fmt, kind, row_parts=parts)
+    want = reference.quantize(stack, fmt, BLOCK_128, kind, row_parts=parts)
+    check(cast, want)
+    check(turned, want.transposed())
+    assert cast.codes.is_contiguous()
+    assert turned.codes.is_contiguous()
+    assert turned.scale.is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [128, 144, 132, 130, 7])
+def test_columns_are_stored_with_the_rows_contiguous(rows: int) -> None:
+    x = draw(rows, 130, 1.0, 0).bfloat16()
+    kept = kernels.quantize(x, E4M3, ROW_128)
+    for got in (kernels.quantize(x, E4M3, COLUMN_128), kernels.retile(kept, COLUMN_128), kernels.quantize_both(x, E4M3)[1]):
+        assert got.codes.mT.is_contiguous()
+        assert got.scale.is_contiguous()
+    assert kept.scale.mT.is_contiguous()
+
+
+def test_rows_of_wider_matrices_are_read_where_they_lie() -> None:
+    """Packed E5M6 too, from rows that do not start at whole words."""
+    x = draw(140, 600, 3.0, 0).bfloat16()
+    for fmt in (E4M3, E5M6):
+        for start, stop in ((0, 140), (3, 131)):
+            part = reference.quantize(x, fmt, ROW_128, "pow2").rows(start, stop)
+            for cols, width in ((300, 450), (302, 453), (8, 12)):
+                codes = part.codes[:, : width if fmt is E5M6 else cols]
+                seen = replace(part, codes=codes, scale=part.scale[:, : ceil_div(cols, 128)], shape=(stop - start, cols))
+                check(kernels.retile(seen, COLUMN_128, fmt=E4M3), reference.retile(seen, COLUMN_128, fmt=E4M3))
+                same_values(kernels.decode(seen, torch.bfloat16), seen.decode().bfloat16())
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (127, 129), (200, 576), (3, 1408)])
@@ -113,6 +165,8 @@ def test_experts_of_a_stack_never_share_a_tile() -> None:
     x = torch.randn(3, 70, 130)
     check(kernels.quantize(x, E4M3, BLOCK_128, row_parts=2), reference.quantize(x, E4M3, BLOCK_128, row_parts=2))
     check(kernels.quantize(x.mT, E4M3, COLUMN_128), reference.quantize(x.mT, E4M3, COLUMN_128))
+    check(kernels.quantize(x, E5M6, ROW_128), reference.quantize(x, E5M6, ROW_128))
+    check(kernels.quantize(x, E4M3, ROW_128, row_parts=2), reference.quantize(x, E4M3, ROW_128, row_parts=2))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (4, 0), (2, 0, 256)])
@@ -121,15 +175,24 @@ def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E5M6], ids=lambda f: f.name)
-def test_every_bf16_pattern(fmt: Format) -> None:
-    """Once in a tile of scale 1, where it is cast as it is, if it is no larger than the format's maximum."""
-    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = x[x.float().abs() <= fmt.max]
-    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
-    x = torch.cat((torch.full((len(x), 1), fmt.max, dtype=x.dtype), x), 1)
-    got = kernels.quantize(x, fmt, ROW_128)
-    assert (got.scale == 1).all()
-    check(got, reference.quantize(x, fmt, ROW_128))
+def test_every_bf16_pattern_and_ties_of_fp32_at_scale_one(fmt: Format) -> None:
+    """In tiles that hold the format's maximum, where they are cast as they are; in every way that codes are stored."""
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    generator = torch.Generator().manual_seed(0)
+    ties = torch.randint(0, 2**9, (2**13,), generator=generator) * torch.exp2(
+        torch.randint(-26, 7, (2**13,), generator=generator)
+    )
+    near = torch.cat((ties, torch.nextafter(ties, torch.tensor(torch.inf)), -torch.nextafter(ties, torch.tensor(-1.0))))
+    for values in (patterns, near):
+        x = values[values.abs() <= fmt.max]
+        x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+        x = torch.cat((torch.full((len(x), 1), fmt.max), x), 1)
+        want = reference.quantize(x, fmt, ROW_128)
+        assert (want.scale == 1).all()
+        check(kernels.quantize(x, fmt, ROW_128), want)
+        if fmt is not E5M6:
+            check(kernels.quantize(x.mT, fmt, COLUMN_128), reference.quantize(x.mT, fmt, COLUMN_128))
+            check(kernels.quantize_mirrored(x, fmt)[1], reference.quantize(x, fmt, BLOCK_128).transposed())
 
 
 # ---- GEMM

@@ -29,7 +29,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         out = empty(*shape, **options)  # type: ignore[call-overload]
         return out.fill_(torch.nan if out.is_floating_point() else 255)
 
-    monkeypatch.setattr(kernels.torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def draw(rows: int, cols: int, seed: int, spread: float = 8.0) -> Tensor:
@@ -55,6 +55,12 @@ def check(got: QuantizedTensor, want: QuantizedTensor) -> None:
         assert getattr(got, name) == getattr(want, name)
 
 
+def same_values(got: Tensor, want: Tensor) -> None:
+    got, want = got.cpu().float(), want.float()
+    assert torch.equal(torch.isnan(got), torch.isnan(want))
+    assert torch.equal(bits(got.nan_to_num(0)), bits(want.nan_to_num(0)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -71,7 +77,30 @@ def test_casts_and_re_tiles_equal_the_reference(fmt: Format, tile: Tile, dtype: 
             got, want = kernels.quantize(there, fmt, tile, kind, **parts), reference.quantize(here, fmt, tile, kind, **parts)
             check(got, want)
             if tile == ROW_128:
-                check(kernels.retile(got, COLUMN_128, fmt=E4M3), reference.retile(want, COLUMN_128, fmt=E4M3))
+                for to in (ROW_128, COLUMN_128, BLOCK_128):
+                    check(kernels.retile(got, to, fmt=E4M3), reference.retile(want, to, fmt=E4M3))
+                same_values(kernels.decode(got, dtype), want.decode().to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_two_casts_from_one_read_equal_the_reference(fmt: Format, dtype: torch.dtype, kind: str) -> None:
+    for seed, (rows, cols) in enumerate([*SIZES, (256, 512), (144, 640)]):
+        for parts in (1, 2) if cols % 2 == 0 else (1,):
+            x = draw(rows, cols, seed).to(dtype)
+            casts = kernels.quantize_both(x.cuda(), fmt, kind, col_parts=parts)
+            for got, tile in zip(casts, (ROW_128, COLUMN_128), strict=True):
+                check(got, reference.quantize(x, fmt, tile, kind, col_parts=parts))
+            assert casts[1].codes.mT.is_contiguous()
+        for parts in (1, 2) if rows % 2 == 0 else (1,):
+            x = torch.stack([draw(rows, cols, seed + i) for i in range(3)]).to(dtype)
+            cast, turned = kernels.quantize_mirrored(x.cuda(), fmt, kind, row_parts=parts)
+            want = reference.quantize(x, fmt, BLOCK_128, kind, row_parts=parts)
+            check(cast, want)
+            check(turned, want.transposed())
+            assert turned.codes.is_contiguous()
 
 
 @pytest.mark.gpu
@@ -81,12 +110,17 @@ def test_every_bf16_pattern_and_random_fp32_at_scale_one(fmt: Format) -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     random = torch.empty(2**20).uniform_(-1, 1, generator=g)
     ties = torch.randint(0, 2**23, (2**18,), generator=g) * 2.0**-29
-    for values in (patterns[patterns.float().abs() <= fmt.max], random * fmt.max, random * 2.0**-14, ties):
+    powers = torch.exp2(torch.randint(-26, 7, (2**18,), generator=g))
+    near = torch.nextafter(torch.randint(0, 2**9, (2**18,), generator=g) * powers, torch.tensor(torch.inf))
+    for values in (patterns[patterns.float().abs() <= fmt.max], random * fmt.max, random * 2.0**-14, ties, near):
         rows = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(-1, 127)
         x = torch.cat((torch.full((len(rows), 1), fmt.max, dtype=rows.dtype), rows), 1)
         want = reference.quantize(x, fmt, ROW_128)
         assert (want.scale == 1).all()
         check(kernels.quantize(x.cuda(), fmt, ROW_128), want)
+        same_values(kernels.decode(kernels.quantize(x.cuda(), fmt, ROW_128), torch.float32), want.decode())
+        if fmt is not E5M6:
+            check(kernels.quantize(x.mT.cuda(), fmt, COLUMN_128), reference.quantize(x.mT, fmt, COLUMN_128))
 
 
 @pytest.mark.gpu
@@ -219,7 +253,7 @@ def test_casts_that_stay_with_torch_say_why() -> None:
     with flush.measure_flush():
         assert "being counted" in str(kernels.reason_against(E4M3, ROW_128, 8))
     source = reference.quantize(torch.zeros(8, 400), E4M3, COLUMN_128)
-    with pytest.raises(ValueError, match="re-tiles from 128x1"):
+    with pytest.raises(ValueError, match="in tiles 128x1"):
         kernels.retile(source, ROW_128)
 
 
@@ -234,6 +268,11 @@ def test_both_orientations_of_powers_of_two_are_transposes_of_one_another() -> N
     assert torch.equal(bits(along_rows.codes), bits(along_columns.codes))
     assert torch.equal(bits(transposed.codes), bits(along_columns.codes.mT))
     assert torch.equal(bits(kernels.retile(along_rows, COLUMN_128).codes), bits(along_columns.codes))
+    for got, want in zip(kernels.quantize_both(x, E4M3), (along_rows, along_columns), strict=True):
+        assert torch.equal(bits(got.codes), bits(want.codes))
+    blocks, turned = kernels.quantize_mirrored(x, E4M3)
+    assert torch.equal(bits(blocks.codes), bits(along_rows.codes))
+    assert torch.equal(bits(turned.codes.mT), bits(along_rows.codes))
 
 
 @pytest.mark.gpu

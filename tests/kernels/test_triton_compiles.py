@@ -61,27 +61,52 @@ def resources(kernel: Any, folder: Path) -> dict[str, int]:
 CASTS = {
     "1x128": lambda x: kernels.quantize(x, E4M3, ROW_128),
     "128x1": lambda x: kernels.quantize(x, E4M3, COLUMN_128, "pow2"),
+    "128x1 of FP32": lambda x: kernels.quantize(x.float(), E4M3, COLUMN_128),
+    "1x128 and 128x1": lambda x: kernels.quantize_both(x, E4M3, col_parts=2),
     "128x128": lambda x: kernels.quantize(x.float(), E4M3, BLOCK_128, row_parts=2),
+    "128x128 and transposed": lambda x: kernels.quantize_mirrored(x.float(), E4M3, row_parts=2),
     "E5M2": lambda x: kernels.quantize(x, E5M2, ROW_128),
     "E5M6": lambda x: kernels.quantize(x, E5M6, ROW_128, "pow2"),
     "re-tile": lambda x: kernels.retile(reference.quantize(x, E4M3, ROW_128), COLUMN_128),
     "re-tile E5M6": lambda x: kernels.retile(reference.quantize(x, E5M6, ROW_128, "pow2"), COLUMN_128, fmt=E4M3),
+    "re-tile E5M6 to 1x128": lambda x: kernels.retile(reference.quantize(x, E5M6, ROW_128, "pow2"), ROW_128, fmt=E4M3),
 }
+LOADS = {"re-tile": "v2.b32", "re-tile E5M6": "b32", "re-tile E5M6 to 1x128": "b32"}  # of 16 bytes unless said
 
 
 @pytest.mark.parametrize("case", CASTS)
-def test_casts_divide_and_round_as_ieee_has_it(case: str, compiled: list[Any], tmp_path: Path) -> None:
-    CASTS[case](torch.randn(256, 576).bfloat16())
+@pytest.mark.parametrize("shape", [(256, 512), (208, 576)], ids=["whole tiles", "tail tiles"])
+def test_casts_divide_and_round_as_ieee_has_it(case: str, shape: tuple[int, int], compiled: list[Any], tmp_path: Path) -> None:
+    CASTS[case](torch.randn(shape).bfloat16())
     (kernel,) = compiled
     used, ptx = resources(kernel, tmp_path), kernel.asm["ptx"]
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
-    # Quotients are IEEE's by correction (kernels/quantize/device.py): no approximate division, and fma only there.
+    # Quotients are IEEE's by correction (kernels/quantize/device.py): no approximate division, and fma only there and where
+    # E5M6 is rounded.
     assert set(re.findall(r"\bdiv[.\w]*\.f32|\brcp[.\w]*", ptx)) == {"rcp.approx.ftz.f32"}
     assert set(re.findall(r"[.\w]+\.ftz\.f32", ptx)) == {"rcp.approx.ftz.f32"}
     approximate, corrections = ptx.count("rcp.approx.ftz.f32"), len(re.findall(r"\bfma\.rn\.f32", ptx))
+    corrections -= 2 * len(re.findall(r"\bcvt\.rn\.f16x2\.f32", ptx)) * 2  # two of each of two numbers
     assert corrections in (2 * approximate, 4 * approximate)  # of the reciprocal, and of amax / max where scales are fp32
-    if case != "re-tile E5M6":  # which reads single bytes
-        assert re.search(r"\bld\.global\.v4\.b32", ptx)
+    assert re.search(rf"\bld\.global\.{LOADS.get(case, 'v4.b32')}", ptx)
+    assert not re.search(r"\b(ld|st)\.global\.(v\d\.)?b(8|16)\b", ptx)
+
+
+def test_decoding_reads_and_writes_words(compiled: list[Any], tmp_path: Path) -> None:
+    for fmt, load in ((E4M3, "v2.b32"), (E5M6, "b32")):
+        kernels.decode(reference.quantize(torch.randn(200, 576), fmt, ROW_128, "pow2"), torch.bfloat16)
+        kernel = compiled.pop()
+        used, ptx = resources(kernel, tmp_path), kernel.asm["ptx"]
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+        assert re.search(rf"\bld\.global\.{load}", ptx)
+        assert re.search(r"\bst\.global\.v4\.b32", ptx)
+
+
+@pytest.mark.parametrize("case", ["128x1", "1x128 and 128x1", "E5M6", "re-tile", "re-tile E5M6"])
+def test_odd_sizes_compile_without_spills(case: str, compiled: list[Any], tmp_path: Path) -> None:
+    CASTS[case](torch.randn(202, 406).bfloat16())
+    used = resources(compiled[0], tmp_path)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
 
 
 GEMMS = {  # tiles of a and of b, promotion, output, parts of b
@@ -123,11 +148,11 @@ def test_gemms_run_on_tensor_cores_and_promote_as_asked(case: str, compiled: lis
         assert (adds, fmas) == ((CHAIN_ENDS[promote] - 1) * a_thread, a_thread)
 
 
-def test_every_number_of_rows_runs_the_same_kernel(compiled: list[Any]) -> None:
-    """Of activations, expert loads and gradients: nothing is compiled again."""
-    for rows in (1, 2, 127, 128, 1000):
-        x = torch.randn(rows, 576)
+def test_numbers_of_rows_share_kernels(compiled: list[Any]) -> None:
+    """Of activations, expert loads and gradients: one kernel for whole blocks, one for all others."""
+    for rows in (1, 2, 127, 128, 1000, 1024):
+        x = torch.randn(rows, 640)
         kernels.quantize(x, E4M3, ROW_128)
-        a, b = reference.quantize(x, E4M3, ROW_128), reference.quantize(torch.randn(400, 576), E4M3, BLOCK_128)
+        a, b = reference.quantize(x, E4M3, ROW_128), reference.quantize(torch.randn(400, 640), E4M3, BLOCK_128)
         gemm.matmul_nt(a, b, torch.bfloat16, 128)
-    assert len({id(kernel) for kernel in compiled}) == 2
+    assert len({id(kernel) for kernel in compiled}) == 3

@@ -1,0 +1,91 @@
+"""128 rows as four blocks of 32: rows 0, 4, 8 and so on, rows 1, 5, 9, and two more.
+
+A thread that holds four rows of a column casts them into one word, so that a block is stored transposed by words: a quarter of
+the traffic between threads that single codes would make. A block of FP8 is never transposed itself beside its own store, which
+was reported to corrupt the copy on Hopper (triton#11111).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv3fp8.kernels.quantize.device import larger, largest_bits, scale_of
+from dsv3fp8.kernels.quantize.source import load_values
+
+VECTOR = tl.constexpr(8)  # neighbouring columns that a thread holds
+
+
+@triton.jit
+def load_fours(
+    x, x_scale, row, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+    SOURCE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Four fp32 [32, COLS] of the rows from `row` (rows_left there are) and the columns from `col` (width); zero outside."""
+    r_in = 4 * tl.arange(0, 32)
+    r = row.to(tl.int64) + r_in
+    a = load_values(
+        x, x_scale, r, r_in < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        SOURCE, WHOLE, VECTOR, 32, COLS,
+    )  # fmt: skip
+    b = load_values(
+        x, x_scale, r + 1, r_in + 1 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        SOURCE, WHOLE, VECTOR, 32, COLS,
+    )  # fmt: skip
+    c = load_values(
+        x, x_scale, r + 2, r_in + 2 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        SOURCE, WHOLE, VECTOR, 32, COLS,
+    )  # fmt: skip
+    d = load_values(
+        x, x_scale, r + 3, r_in + 3 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        SOURCE, WHOLE, VECTOR, 32, COLS,
+    )  # fmt: skip
+    return a, b, c, d
+
+
+@triton.jit
+def largest_of_fours(a, b, c, d):
+    """The largest magnitudes of each four rows, [32, COLS]."""
+    return larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+
+
+@triton.jit
+def scales_of_columns(a, b, c, d, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr, COLS: tl.constexpr):
+    """One scale for each column's 128 rows, [COLS].
+
+    Warps meet in shared memory, where neighbouring lanes lie in neighbouring banks only if they hold neighbouring columns. A
+    lane holds VECTOR neighbours itself: so the columns are renumbered on the way, which moves nothing.
+    """
+    each: tl.constexpr = COLS // VECTOR
+    largest = tl.reshape(largest_of_fours(a, b, c, d), (32, each, VECTOR))
+    largest = largest_bits(tl.reshape(tl.permute(largest, (0, 2, 1)), (32, COLS)), 0)
+    return scale_of(tl.reshape(tl.trans(tl.reshape(largest, (VECTOR, each))), (COLS,)), LIMIT, LIMIT_BITS, POW2)
+
+
+@triton.jit
+def store_fours(
+    codes, words, row, rows_left, col, width, rows, FOURS: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Stores words [32, COLS] of four rows' codes each as codes [columns, rows]: words if FOURS, else bytes."""
+    four, c_in = tl.arange(0, 32), tl.arange(0, COLS)
+    c = (col + c_in).to(tl.int64)[None, :]
+    if FOURS:
+        at = codes + (c * (rows // 4) + (row // 4 + four)[:, None])
+        tl.store(at, words, mask=None if WHOLE else (four < rows_left // 4)[:, None] & (c_in < width)[None, :])
+    else:
+        at = codes + (c * rows + (row + 4 * four)[:, None])
+        for i in tl.static_range(4):
+            mask = (4 * four + i < rows_left)[:, None] & (c_in < width)[None, :]
+            tl.store(at + i, (words >> 8 * i & 0xFF).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def store_rows(
+    codes, scaled, INDEX: tl.constexpr, row, rows_left, col, width, cols, WHOLE: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Stores one of four blocks, of rows INDEX, INDEX + 4 and so on, as codes [rows, columns]."""
+    r_in, c_in = 4 * tl.arange(0, 32) + INDEX, tl.arange(0, COLS)
+    at = (row.to(tl.int64) + r_in)[:, None] * cols + (col + c_in)[None, :]
+    at = tl.max_contiguous(at, [1, VECTOR])  # as they were loaded, so that nothing moves between threads
+    mask = None if WHOLE else (r_in < rows_left)[:, None] & (c_in < width)[None, :]
+    tl.store(codes + at, scaled.to(codes.dtype.element_ty), mask=mask)
