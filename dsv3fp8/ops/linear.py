@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels.backend import matmul_nt
+from dsv3fp8.kernels.moe import residual_sum
 from dsv3fp8.ops import report
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.slot import GradientSlot
@@ -44,11 +45,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, edge: Tensor, weight: Tensor, residual: Tensor | None, call: LinearCall) -> Tensor:
         gemm = call.quantizers.gemm
         out_dtype = compute_dtype(gemm.compute, weight)
-        wide = widened(out_dtype)
         codes = call.codes.fprop(weight)
-        product = matmul_nt(call.x.operand, codes, wide if residual is not None else out_dtype, gemm, "fprop")
-        if residual is not None:  # added in fp32, one rounding
-            product = (product + residual.to(wide)).to(out_dtype)
+        product = matmul_nt(call.x.operand, codes, out_dtype if residual is None else widened(out_dtype), gemm, "fprop")
+        if residual is not None:
+            product = residual_sum(residual, product)
         ctx.save_for_backward(weight, *call.x.stash.tensors)
         # Not the call itself: it holds fprop's operand, which nobody reads again.
         ctx.restore, ctx.quantizers, ctx.codes = call.x.stash.restore, call.quantizers, call.codes
