@@ -153,10 +153,10 @@ def _number(key):
 
 @triton.jit
 def _take(key, index, AXIS: tl.constexpr):
-    """(the largest key along an axis, the lowest index that has it, the keys without it)."""
-    largest = tl.max(key, AXIS)
-    first = tl.min(tl.where(key == tl.expand_dims(largest, AXIS), index, _NO_EXPERT), AXIS)
-    return largest, first, tl.where(index == tl.expand_dims(first, AXIS), _ABSENT, key)
+    """(the lowest index of the largest key along an axis, the keys without it)."""
+    largest = tl.expand_dims(tl.max(key, AXIS), AXIS)
+    first = tl.min(tl.where(key == largest, index, _NO_EXPERT), AXIS)
+    return first, tl.where(index == tl.expand_dims(first, AXIS), _ABSENT, key)
 
 
 @triton.jit
@@ -166,15 +166,15 @@ def _without_dropped_groups(
 ):  # fmt: skip
     """Keys [TOKENS, GROUP_LANES * SIZE_LANES] with -inf in all but the groups whose two best sum highest."""
     by_group = tl.reshape(key, [TOKENS, GROUP_LANES, SIZE_LANES])
-    best, _, rest = _take(by_group, tl.arange(0, SIZE_LANES)[None, None, :], 2)
-    value = _number(best)
+    value = _number(tl.max(by_group, 2))
     if SIZE > 1:
-        value += _number(tl.max(rest, 2))
+        _best, others = _take(by_group, tl.arange(0, SIZE_LANES)[None, None, :], 2)
+        value += _number(tl.max(others, 2))
     group = tl.arange(0, GROUP_LANES)[None, :]
     rank = tl.where(group < GROUPS, _order(value), _ABSENT)
     kept = tl.zeros([TOKENS, GROUP_LANES], tl.int32)
-    for _ in range(KEPT):
-        _, first, rank = _take(rank, group, 1)
+    for _group in range(KEPT):
+        first, rank = _take(rank, group, 1)
         kept = tl.where(group == first[:, None], 1, kept)
     masked = tl.where((by_group == _ABSENT) | (kept[:, :, None] != 0), by_group, _MINUS_INFINITY)
     return tl.reshape(masked, [TOKENS, GROUP_LANES * SIZE_LANES])
@@ -215,7 +215,7 @@ def _forward_kernel(
     picked = tl.zeros([TOKENS, CHOICES], tl.float32)
     summed = tl.zeros([TOKENS], tl.float32)
     for k in range(TOP_K):
-        _, first, key = _take(key, lane[None, :], 1)
+        first, key = _take(key, lane[None, :], 1)
         score = tl.sum(tl.where(lane[None, :] == first[:, None], y, 0.0), 1)
         taken = tl.where(choice == k, first[:, None], taken)
         picked = tl.where(choice == k, score[:, None], picked)
@@ -241,8 +241,8 @@ def _forward_kernel(
     share = tl.div_rn(y, tl.broadcast_to(divisor[:, None], y.shape))
     key = tl.where(exists[None, :], _order(y), _ABSENT)
     hit = tl.zeros([TOKENS, LANES], tl.int32)
-    for _ in range(TOP_K):
-        _, first, key = _take(key, lane[None, :], 1)
+    for _k in range(TOP_K):
+        first, key = _take(key, lane[None, :], 1)
         hit = tl.where(lane[None, :] == first[:, None], 1, hit)
     part = tl.program_id(0).to(tl.int64) * experts + expert
     tl.store(parts + part, tl.sum(tl.where(counted[:, None], share, 0.0), 0), mask=exists)
