@@ -1,5 +1,7 @@
 """The Triton kernels on a Hopper GPU: casts against the torch reference, GEMMs against the emulated tensor core, to the bit."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -224,6 +226,14 @@ def test_other_formats(formats: tuple[Format, Format]) -> None:
 @pytest.mark.parametrize("tiles", [(BLOCK_128, ROW_128), (BLOCK_128, BLOCK_128), (ROW_128, ROW), (ROW, BLOCK_128)], ids=str)
 def test_other_tiles(tiles: tuple[Tile, Tile]) -> None:
     check_gemm(operand(256, 1024, tiles[0], 1), operand(576, 1024, tiles[1], 2), by_cublaslt=False)
+
+
+@pytest.mark.gpu
+def test_cublaslt_reads_some_tokens_of_all_where_they_lie() -> None:
+    dy, x = (kernels.quantize(torch.randn(512, n, device="cuda").bfloat16(), E4M3, COLUMN_128) for n in (256, 384))
+    a, b = (t.rows(128, 384).transposed() for t in (dy, x))
+    dense = [dataclasses.replace(t, codes=t.codes.contiguous()) for t in (a, b)]
+    assert torch.equal(cublaslt.matmul_nt(a, b, torch.float32), cublaslt.matmul_nt(*dense, torch.float32))
 
 
 REFUSED = {

@@ -69,12 +69,17 @@ _BLOCK = F.ScalingType.BlockWise128x128
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """Row-major codes, rows and K padded by zeros to multiples of 16: cuBLASLt takes no others."""
+    """Codes with K contiguous, rows and K padded by zeros to multiples of 16: cuBLASLt takes no others.
+
+    Nothing is copied where they lie so already, also as part of a wider matrix.
+    """
     raw = codes.view(torch.uint8)
     rows, k = raw.shape
     if rows % 16 or k % 16:
         raw = F.pad(raw, (0, -k % 16, 0, -rows % 16))
-    return raw.contiguous().view(codes.dtype)
+    elif raw.stride(1) != 1 or raw.stride(0) < k or raw.stride(0) % 16 or raw.data_ptr() % 16:
+        raw = raw.contiguous()
+    return raw.view(codes.dtype)
 
 
 def _column_major(scale: Tensor, rows: int) -> Tensor:
