@@ -54,7 +54,7 @@ def lay_out(ids: Tensor, experts: int, real: Tensor | None, rows: int) -> Layout
     groups = torch.empty(row_blocks, dtype=torch.int64, device=device)
     blocks, load = (torch.empty(n, dtype=torch.int32, device=device) for n in (experts + 1, experts))
     width = triton.next_power_of_2(experts)
-    together = min(128, _PLACES // width)
+    together = min(64, _PLACES // width)
     counting = max(1, min(ceil_div(copies, together), _PROGRAMS))
     chunk = ceil_div(ceil_div(copies, counting), together) * together
     counts = torch.empty(counting, width, dtype=torch.int32, device=device)
