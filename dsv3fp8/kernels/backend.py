@@ -221,7 +221,6 @@ def choose_quantize(
     cols: int = 128,
     *,
     col_parts: int = 1,
-    groups: Tensor | None = None,
     scale: Tensor | None = None,
     source: QuantizedTensor | None = None,
 ) -> Choice:
@@ -230,7 +229,7 @@ def choose_quantize(
     if against is None:
         from dsv3fp8.kernels.quantize import triton as kernels
 
-        against = kernels.reason_against(fmt, tile, cols, col_parts, groups, scale)
+        against = kernels.reason_against(fmt, tile, cols, col_parts, scale)
         if against is None and source is not None:
             against = kernels.reason_against_source(source)
     if against is None:
@@ -259,11 +258,11 @@ def quantize(
     scale: Tensor | None = None,
 ) -> QuantizedTensor:
     """Codes and scales of x, as kernels/quantize/reference.py defines them, on the backend `choose_quantize` takes."""
-    choice = choose_quantize(x.device, fmt, tile, x.shape[-1], col_parts=col_parts, groups=groups, scale=scale)
+    choice = choose_quantize(x.device, fmt, tile, x.shape[-1], col_parts=col_parts, scale=scale)
     if choice.backend == "triton":
         from dsv3fp8.kernels.quantize import triton as kernels
 
-        cast = kernels.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts)
+        cast = kernels.quantize(x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale)
     else:
         cast = quantize_reference.quantize(
             x, fmt, tile, kind, row_parts=row_parts, col_parts=col_parts, groups=groups, scale=scale
@@ -315,11 +314,11 @@ def retile(
     """`source` under another tile, as kernels/quantize/reference.py defines it, on the backend `choose_quantize` takes."""
     device, cols = source.codes.device, source.shape[-1]
     to = fmt or source.format
-    choice = choose_quantize(device, to, tile, cols, col_parts=source.col_parts, groups=groups, source=source)
+    choice = choose_quantize(device, to, tile, cols, col_parts=source.col_parts, source=source)
     if choice.backend == "triton":
         from dsv3fp8.kernels.quantize import triton as kernels
 
-        cast = kernels.retile(source, tile, kind, fmt=fmt)
+        cast = kernels.retile(source, tile, kind, fmt=fmt, groups=groups)
     else:
         cast = quantize_reference.retile(source, tile, kind, fmt=fmt, groups=groups)
     if (log := ledger.active()) is not None:

@@ -128,6 +128,51 @@ def test_two_casts_from_one_read_are_the_two_casts(
     assert turned.scale.is_contiguous()
 
 
+WIDE = [Tile(1, None), Tile(None, 1), Tile(None, None)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 200), cols=st.integers(1, 200), tile=st.sampled_from(WIDE), fmt=st.sampled_from([E4M3, E5M2]),
+    kind=st.sampled_from(["fp32", "pow2"]), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    parts=st.sampled_from([(1, 1), (2, 1), (1, 2)]), poisoned=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_one_scale_for_a_row_a_column_or_a_matrix(
+    rows: int, cols: int, tile: Tile, fmt: Format, kind: str, dtype: torch.dtype, parts: tuple[int, int], poisoned: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    x = draw(rows * parts[0], cols * parts[1], 3.0, seed).to(dtype)
+    x = x if poisoned else x.nan_to_num(0, 0, 0)
+    stack, both = torch.stack((x, 2 * x.flip(0))), {"row_parts": parts[0], "col_parts": parts[1]}
+    for values in (x, stack):
+        got, want = kernels.quantize(values, fmt, tile, kind, **both), reference.quantize(values, fmt, tile, kind, **both)
+        check(got, want)
+        assert got.codes.mT.is_contiguous() if tile.cols == 1 else got.codes.is_contiguous()
+    if tile.cols is None:
+        for to in (COLUMN_128, *WIDE):
+            check(kernels.retile(got, to, "fp32"), reference.retile(want, to, "fp32"))
+    kept = reference.quantize(x, E4M3, ROW_128, **both)
+    check(kernels.retile(kept, tile, kind, fmt=fmt), reference.retile(kept, tile, kind, fmt=fmt))
+    if tile == Tile(None, None):
+        scale = torch.tensor([[0.5]])
+        check(kernels.quantize(stack, fmt, tile, kind, scale=scale), reference.quantize(stack, fmt, tile, kind, scale=scale))
+
+
+@pytest.mark.parametrize("tile", WIDE[1:], ids=str)
+@pytest.mark.parametrize("groups", [[0, 0, 2, 3, -1], [1, 1, 1, 1, 1], [0, 4, 4, -1, -1]])
+def test_every_expert_has_a_scale_of_its_own(tile: Tile, groups: list[int]) -> None:
+    x = draw(640, 140, 2.0, 0).nan_to_num(0, 0, 0)
+    experts = torch.tensor(groups)
+    x.view(5, 128, 140)[experts < 0] = 0
+    check(kernels.quantize(x, E4M3, tile, groups=experts), reference.quantize(x, E4M3, tile, groups=experts))
+    kept = reference.quantize(x, E4M3, ROW_128)
+    check(kernels.retile(kept, tile, groups=experts), reference.retile(kept, tile, groups=experts))
+    if tile.cols is None:
+        scale = torch.rand(5, 1)
+        want = reference.quantize(x, E4M3, tile, groups=experts, scale=scale)
+        check(kernels.quantize(x, E4M3, tile, groups=experts, scale=scale), want)
+
+
 @pytest.mark.parametrize("rows", [128, 144, 132, 130, 7])
 def test_columns_are_stored_with_the_rows_contiguous(rows: int) -> None:
     x = draw(rows, 130, 1.0, 0).bfloat16()
@@ -171,7 +216,8 @@ def test_experts_of_a_stack_never_share_a_tile() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 128), (4, 0), (2, 0, 256)])
 def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
-    check(kernels.quantize(torch.zeros(shape), E4M3, ROW_128), reference.quantize(torch.zeros(shape), E4M3, ROW_128))
+    for tile in (ROW_128, COLUMN_128, BLOCK_128, *WIDE):
+        check(kernels.quantize(torch.zeros(shape), E4M3, tile), reference.quantize(torch.zeros(shape), E4M3, tile))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E5M6], ids=lambda f: f.name)

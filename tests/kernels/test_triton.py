@@ -53,7 +53,7 @@ def check(got: QuantizedTensor, want: QuantizedTensor) -> None:
     assert torch.equal(bits(got.codes), bits(want.codes))
     scale = torch.where(torch.isnan(got.scale), torch.nan, got.scale)
     assert torch.equal(bits(scale), bits(want.scale))
-    for name in ("shape", "tile", "scale_kind", "row_parts", "col_parts"):
+    for name in ("shape", "tile", "scale_kind", "row_parts", "col_parts", "one_scale_per_group"):
         assert getattr(got, name) == getattr(want, name)
 
 
@@ -82,6 +82,32 @@ def test_casts_and_re_tiles_equal_the_reference(fmt: Format, tile: Tile, dtype: 
                 for to in (ROW_128, COLUMN_128, BLOCK_128):
                     check(kernels.retile(got, to, fmt=E4M3), reference.retile(want, to, fmt=E4M3))
                 same_values(kernels.decode(got, dtype), want.decode().to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("tile", [ROW, ROW.transposed(), TENSOR], ids=str)
+def test_wide_casts_equal_the_reference(tile: Tile, fmt: Format, kind: str) -> None:
+    for seed, (rows, cols) in enumerate([*SIZES, (1280, 640)]):
+        for x in (draw(rows, cols, seed), draw(rows, cols, seed, 1.0).nan_to_num(0, 0, 0).bfloat16()):
+            stack = torch.stack((x, x.flip(0)))
+            check(kernels.quantize(stack.cuda(), fmt, tile, kind), reference.quantize(stack, fmt, tile, kind))
+            check(kernels.quantize(x.mT.cuda(), fmt, tile, kind), reference.quantize(x.mT, fmt, tile, kind))
+            kept = reference.quantize(x, E4M3, ROW_128)
+            on_gpu = dataclasses.replace(kept, codes=kept.codes.cuda(), scale=kept.scale.cuda())
+            check(kernels.retile(on_gpu, tile, kind, fmt=fmt), reference.retile(kept, tile, kind, fmt=fmt))
+    groups = torch.tensor([0, 0, 2, 2, 2, 5, 6, 6, -1, -1])
+    x[groups.repeat_interleave(128) < 0] = 0
+    if tile != ROW:
+        check(
+            kernels.quantize(x.cuda(), fmt, tile, kind, groups=groups.cuda()),
+            reference.quantize(x, fmt, tile, kind, groups=groups),
+        )
+    if tile == TENSOR:
+        scale = torch.rand(10, 1)
+        want = reference.quantize(x, fmt, tile, kind, groups=groups, scale=scale)
+        check(kernels.quantize(x.cuda(), fmt, tile, kind, groups=groups.cuda(), scale=scale.cuda()), want)
 
 
 @pytest.mark.gpu
@@ -256,8 +282,9 @@ def test_what_no_kernel_computes_is_refused_with_the_reason(case: str) -> None:
 
 def test_casts_that_stay_with_torch_say_why() -> None:
     given = torch.ones(1, 1)
-    assert "tile allx1" in str(kernels.reason_against(E4M3, Tile(None, 1), 8))
-    assert "given scales" in str(kernels.reason_against(E4M3, ROW_128, 8, scale=given))
+    assert "given scales of tile 1x128" in str(kernels.reason_against(E4M3, ROW_128, 8, scale=given))
+    assert kernels.reason_against(E4M3, TENSOR, 8, scale=given) is None
+    assert "e5m6 with tile 128x1" in str(kernels.reason_against(E5M6, COLUMN_128, 8))
     assert "odd width" in str(kernels.reason_against(E5M6, ROW_128, 6, 2))
     assert kernels.reason_against(E5M6, ROW_128, 8, 2) is None
     with flush.measure_flush():

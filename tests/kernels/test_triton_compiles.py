@@ -92,6 +92,19 @@ def test_casts_divide_and_round_as_ieee_has_it(case: str, shape: tuple[int, int]
     assert not re.search(r"\b(ld|st)\.global\.(v\d\.)?b(8|16)\b", ptx)
 
 
+@pytest.mark.parametrize("tile", [ROW, ROW.transposed(), TENSOR], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (208, 576)], ids=["whole tiles", "tail tiles"])
+def test_wide_casts_read_twice_and_do_not_spill(
+    tile: Tile, shape: tuple[int, int], compiled: list[Any], tmp_path: Path
+) -> None:
+    kernels.quantize(torch.randn(shape).bfloat16(), E4M3, tile)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        used = resources(kernel, tmp_path)
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+        assert re.search(r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
+
+
 def test_decoding_reads_and_writes_words(compiled: list[Any], tmp_path: Path) -> None:
     for fmt, load in ((E4M3, "v2.b32"), (E5M6, "b32")):
         kernels.decode(reference.quantize(torch.randn(200, 576), fmt, ROW_128, "pow2"), torch.bfloat16)

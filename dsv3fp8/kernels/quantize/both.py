@@ -15,9 +15,10 @@ from dsv3fp8.kernels.quantize.device import (
     limits,
     reciprocal,
     row_tiles,
+    scale_of,
     scaled_along,
 )
-from dsv3fp8.kernels.quantize.fours import load_fours, scales_of_columns, store_fours, store_rows
+from dsv3fp8.kernels.quantize.fours import in_order, largest_of_columns, load_fours, store_fours, store_rows
 from dsv3fp8.kernels.quantize.source import Source, place
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.tiles import QuantizedTensor
@@ -61,12 +62,11 @@ def _both_kernel(
     s1 = _cast_rows(first, b, 1, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
     s2 = _cast_rows(first, c, 2, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
     s3 = _cast_rows(first, d, 3, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
-    in_order = tl.reshape(tl.join(tl.join(s0, s2), tl.join(s1, s3)), (128,))
     i = tl.arange(0, 128)
     at = scale + ((e * tl.num_programs(0) + tile) * rows + row)
-    tl.store(at + i, in_order, mask=None if WHOLE else i < rows_left)
+    tl.store(at + i, in_order(s0, s1, s2, s3), mask=None if WHOLE else i < rows_left)
 
-    s = scales_of_columns(a, b, c, d, LIMIT, LIMIT_BITS, POW2, 128)
+    s = scale_of(largest_of_columns(a, b, c, d, 128), LIMIT, LIMIT_BITS, POW2)
     at = scale_t + ((e * tl.num_programs(1) + row_tile) * cols + col)
     tl.store(at + i, s, mask=None if WHOLE else i < width)
     inverse = reciprocal(s)[None, :]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv3fp8.kernels.quantize.device import cast_four, column_tiles, limits, reciprocal
-from dsv3fp8.kernels.quantize.fours import load_fours, scales_of_columns, store_fours
+from dsv3fp8.kernels.quantize.device import cast_four, column_tiles, limits, reciprocal, scale_of
+from dsv3fp8.kernels.quantize.fours import largest_of_columns, load_fours, store_fours
 from dsv3fp8.kernels.quantize.source import Source, place
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.tiles import QuantizedTensor
@@ -53,7 +53,7 @@ def _columns_kernel(
         x + e * x_stride_e, x_scale + e * x_scale_stride_e, row, rows_left, col, width, tile,
         x_stride_r, x_stride_c, x_scale_stride_r, x_scale_stride_c, SOURCE, WHOLE, COLS,
     )  # fmt: skip
-    s = scales_of_columns(a, b, c, d, LIMIT, LIMIT_BITS, POW2, COLS)
+    s = scale_of(largest_of_columns(a, b, c, d, COLS), LIMIT, LIMIT_BITS, POW2)
     c_in = tl.arange(0, COLS)
     at = scale + ((e * tl.num_programs(1) + row_tile) * cols + col)
     tl.store(at + c_in, s, mask=None if WHOLE else c_in < width)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv3fp8.kernels.quantize.device import larger, largest_bits, scale_of
+from dsv3fp8.kernels.quantize.device import larger, largest_bits
 from dsv3fp8.kernels.quantize.source import load_values
 
 VECTOR = tl.constexpr(8)  # neighbouring columns that a thread holds
@@ -50,8 +50,8 @@ def largest_of_fours(a, b, c, d):
 
 
 @triton.jit
-def scales_of_columns(a, b, c, d, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr, COLS: tl.constexpr):
-    """One scale for each column's 128 rows, [COLS].
+def largest_of_columns(a, b, c, d, COLS: tl.constexpr):
+    """The bits of the largest magnitude of each column's 128 rows, [COLS].
 
     Warps meet in shared memory, where neighbouring lanes lie in neighbouring banks only if they hold neighbouring columns. A
     lane holds VECTOR neighbours itself: so the columns are renumbered on the way, which moves nothing.
@@ -59,7 +59,13 @@ def scales_of_columns(a, b, c, d, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr,
     each: tl.constexpr = COLS // VECTOR
     largest = tl.reshape(largest_of_fours(a, b, c, d), (32, each, VECTOR))
     largest = largest_bits(tl.reshape(tl.permute(largest, (0, 2, 1)), (32, COLS)), 0)
-    return scale_of(tl.reshape(tl.trans(tl.reshape(largest, (VECTOR, each))), (COLS,)), LIMIT, LIMIT_BITS, POW2)
+    return tl.reshape(tl.trans(tl.reshape(largest, (VECTOR, each))), (COLS,))
+
+
+@triton.jit
+def in_order(a, b, c, d):
+    """What belongs to the rows of the four blocks, [32] each, in the order of the rows, [128]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (128,))
 
 
 @triton.jit

@@ -65,7 +65,13 @@ class Source:
         return self.col_parts * ceil_div(cols, block_cols), self.row_parts * ceil_div(rows, block_rows), self.values.shape[0]
 
     def strides(self) -> tuple[int, ...]:
-        return *self.values.stride(), *self.scale.stride()
+        """Of the values and of the scales: 0 where one scale serves all rows or columns."""
+        scales = (
+            self.scale.stride()
+            if self.kind == "float"
+            else (stride if size > 1 else 0 for stride, size in zip(self.scale.stride(), self.scale.shape, strict=True))
+        )
+        return *self.values.stride(), *scales
 
 
 def _stack(x: Tensor) -> Tensor:
