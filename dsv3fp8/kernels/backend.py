@@ -159,10 +159,13 @@ def grouped_rows(
     return grouped.grouped_rows(a, weights, groups, out_dtype)
 
 
-def grouped_wgrad(dy: Operand, x: Operand, blocks: Tensor, out_dtype: torch.dtype, spec: GemmSpec) -> Tensor | None:
+def grouped_wgrad(
+    dy: Operand, x: Operand, blocks: Tensor, out_dtype: torch.dtype, spec: GemmSpec, into: Tensor | None = None
+) -> Tensor | None:
     """Per expert dy [rows, N]^T times x [rows, K] -> [E, N, K] in one launch; None where it takes a loop.
 
-    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last.
+    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last. into: what the products are
+    added to, and then is the result.
     """
     if choose_grouped(dy, x, spec, "wgrad", out_dtype).backend != "gluon":
         return None
@@ -172,7 +175,7 @@ def grouped_wgrad(dy: Operand, x: Operand, blocks: Tensor, out_dtype: torch.dtyp
     assert isinstance(x, QuantizedTensor)
     if (log := ledger.active()) is not None:
         log.note_kernel(spec.op, "wgrad", "gluon", dy, x)
-    return grouped.grouped_wgrad(dy, x, blocks)
+    return grouped.grouped_wgrad(dy, x, blocks, into)
 
 
 def _promoted(spec: GemmSpec) -> str:

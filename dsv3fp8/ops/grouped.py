@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.backend import matmul_nt
 from dsv3fp8.kernels.exchange.reference import ROWS
+from dsv3fp8.ops.accumulate import running_sum
 from dsv3fp8.ops.exchange import Plan
 from dsv3fp8.ops.linear import transposed
 from dsv3fp8.precision import ledger
@@ -40,22 +41,26 @@ def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtyp
     return torch.cat(parts)
 
 
-def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, like: Tensor, spec: GemmSpec) -> Tensor:
-    """wgrad: per expert dy [rows, N]^T @ x [rows, K] -> [E, N, K] in the master's dtype; zeros for empty experts."""
-    together = backend.grouped_wgrad(dy, x, plan.blocks, like.dtype, spec)
+def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, master: Tensor, spec: GemmSpec) -> Tensor | None:
+    """wgrad: per expert dy [rows, N]^T @ x [rows, K] -> [E, N, K] in the master's dtype; zeros for empty experts.
+
+    None where it was added to the master's gradient so far.
+    """
+    total = running_sum(master)
+    together = backend.grouped_wgrad(dy, x, plan.blocks, master.dtype, spec, total)
     if together is not None:
         if (log := ledger.active()) is not None:
             for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
                 pair = (transposed(_whole_tiles(dy, start, count)), transposed(_whole_tiles(x, start, count)))
                 log.look_at_gemm(spec, "wgrad", pair, together[expert])
-        return together
+        return None if together is total else together
     parts = []
     for start, count in zip(plan.starts, plan.counts, strict=True):
         if count:
-            left, right = (_whole_tiles(operand, start, _computed_rows(count, like.device)) for operand in (dy, x))
-            parts.append(matmul_nt(transposed(left), transposed(right), like.dtype, spec, "wgrad"))
+            left, right = (_whole_tiles(operand, start, _computed_rows(count, master.device)) for operand in (dy, x))
+            parts.append(matmul_nt(transposed(left), transposed(right), master.dtype, spec, "wgrad"))
         else:
-            parts.append(torch.zeros_like(like[0]))
+            parts.append(torch.zeros_like(master[0]))
     return torch.stack(parts)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.model.targets import Totals, count_targets
+from dsv3fp8.ops.accumulate import adding_up
 from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm, gradients
 from dsv3fp8.training.optimizer import AdamW
 
@@ -111,7 +112,8 @@ def take_step(
     sums: Tensor | None = None
     for window in windows:
         losses = model(*window)
-        model.objective(losses, totals).backward()
+        with adding_up():
+            model.objective(losses, totals).backward()
         parts = torch.stack([part.detach().double() for part in (losses.loss, *losses.mtp, losses.balance)])
         sums = parts if sums is None else sums + parts
         del losses

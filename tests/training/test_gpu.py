@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv3fp8.data import Batch
+from dsv3fp8.ops import grouped
 from dsv3fp8.training.generate import main
 from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.loop import train
@@ -161,3 +162,14 @@ def test_a_run_with_a_graph_is_the_run_without_it(nano: Any, curve: Any) -> None
     for config in configs:
         assert train(config) == 0
     assert curve(configs[0].run_dir) == curve(configs[1].run_dir)
+
+
+def test_experts_add_to_the_gradient_so_far_and_change_no_bit(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for _ in range(2):
+        model, optimizer = build(nano("recipe=dsv3", *WIDTHS), torch.device("cuda"))
+        for seed in range(3):
+            train_step(model, optimizer, batches(seed), 1e-3, 1.0)
+        runs.append(state(model, optimizer))
+        monkeypatch.setattr(grouped, "running_sum", lambda _: None)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

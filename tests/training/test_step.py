@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dsv3fp8.data import Batch
+from dsv3fp8.kernels import backend
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.ops import grouped
 from dsv3fp8.training.config import OptimizerConfig
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.setup import build
@@ -221,6 +224,36 @@ def test_gradients_whose_squares_overflow_are_skipped_where_nothing_clips_them(n
     assert math.isfinite(result.grad_norm)
     assert not result.applied
     assert_same(snapshot(model, optimizer), before)
+
+
+def test_experts_may_add_to_the_gradient_so_far_and_change_no_bit(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sums micro-batches itself, played; a single backward outside of a step gives its gradient to autograd."""
+    sums: list[bool] = []
+
+    def wgrad_together(
+        dy: torch.Tensor, x: torch.Tensor, blocks: torch.Tensor, dtype: Any, spec: Any, into: torch.Tensor | None
+    ) -> torch.Tensor:
+        ends = [128 * int(block) for block in blocks]
+        product = torch.stack([dy[i:j].float().mT @ x[i:j].float() for i, j in pairwise(ends)])
+        sums.append(into is not None)
+        return product if into is None else into.add_(product)
+
+    monkeypatch.setattr(backend, "grouped_wgrad", wgrad_together)
+    states = []
+    for adds in (True, False):
+        if not adds:
+            monkeypatch.setattr(grouped, "running_sum", lambda _: None)
+        model, optimizer = made(nano, "recipe=bf16", "model.mtp_depth=0")
+        for seed in range(2):
+            assert train_step(model, optimizer, whole(tokens(6, seed), parts=3), lr=1e-3, clip_norm=1.0).applied
+        states.append(snapshot(model, optimizer))
+    assert sums == [i >= 2 for i in range(6)] * 2 + [False] * 12  # one MoE layer, two wgrads in each of three backward passes
+    assert_same(*states)
+    losses = model(tokens(2))
+    for _ in range(2):
+        weight = next(parameter for name, parameter in model.named_parameters() if name.endswith("experts.down"))
+        found = torch.autograd.grad(model.objective(losses, losses.totals), weight, retain_graph=True)
+        assert found[0].any()
 
 
 def test_the_update_is_adamw_on_the_clipped_gradient(nano: Any) -> None:

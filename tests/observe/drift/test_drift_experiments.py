@@ -226,7 +226,7 @@ def test_experts_in_one_launch_give_the_operands_of_one_expert(
         blocks = [(a.rows(128 * i, 128 * i + 128).decode(), weights[int(e)].decode()) for i, e in enumerate(groups)]
         return torch.cat([left @ right.mT for left, right in blocks]).to(out_dtype)
 
-    def wgrad_together(dy: Any, x: Any, blocks: torch.Tensor, out_dtype: Any, spec: Any) -> torch.Tensor:
+    def wgrad_together(dy: Any, x: Any, blocks: torch.Tensor, out_dtype: Any, spec: Any, into: None) -> torch.Tensor:
         if (log := ledger.active()) is not None:
             log.note_kernel(spec.op, "wgrad", "together", dy, x)
         ends = [128 * int(block) for block in blocks]
