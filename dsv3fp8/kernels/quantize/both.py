@@ -12,11 +12,11 @@ import triton.language as tl
 from dsv3fp8.kernels.quantize.device import (
     cast_four,
     column_tiles,
+    largest_bits,
     limits,
     reciprocal,
     row_tiles,
     scale_of,
-    scaled_along,
 )
 from dsv3fp8.kernels.quantize.fours import in_order, largest_of_columns, load_fours, store_fours, store_rows
 from dsv3fp8.kernels.quantize.source import Source, place
@@ -57,29 +57,31 @@ def _both_kernel(
     a, b, c, d = load_fours(
         x + e * x_stride_e, x, row, rows_left, col, width, 0, x_stride_r, x_stride_c, 0, 0, "float", WHOLE, 128
     )
+    s0, s1, s2, s3 = (
+        _scales_of_rows(a, LIMIT, LIMIT_BITS, POW2),
+        _scales_of_rows(b, LIMIT, LIMIT_BITS, POW2),
+        _scales_of_rows(c, LIMIT, LIMIT_BITS, POW2),
+        _scales_of_rows(d, LIMIT, LIMIT_BITS, POW2),
+    )
+    s = scale_of(largest_of_columns(a, b, c, d, 128), LIMIT, LIMIT_BITS, POW2)
+
     first = codes + e * rows * cols
-    s0 = _cast_rows(first, a, 0, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
-    s1 = _cast_rows(first, b, 1, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
-    s2 = _cast_rows(first, c, 2, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
-    s3 = _cast_rows(first, d, 3, row, rows_left, col, width, cols, LIMIT, LIMIT_BITS, POW2, WHOLE)
+    store_rows(first, a * reciprocal(s0)[:, None], 0, row, rows_left, col, width, cols, WHOLE, 128)
+    store_rows(first, b * reciprocal(s1)[:, None], 1, row, rows_left, col, width, cols, WHOLE, 128)
+    store_rows(first, c * reciprocal(s2)[:, None], 2, row, rows_left, col, width, cols, WHOLE, 128)
+    store_rows(first, d * reciprocal(s3)[:, None], 3, row, rows_left, col, width, cols, WHOLE, 128)
     i = tl.arange(0, 128)
     at = scale + ((e * tl.num_programs(0) + tile) * rows + row)
     tl.store(at + i, in_order(s0, s1, s2, s3), mask=None if WHOLE else i < rows_left)
 
-    s = scale_of(largest_of_columns(a, b, c, d, 128), LIMIT, LIMIT_BITS, POW2)
-    at = scale_t + ((e * tl.num_programs(1) + row_tile) * cols + col)
-    tl.store(at + i, s, mask=None if WHOLE else i < width)
     inverse = reciprocal(s)[None, :]
     words = cast_four(a * inverse, b * inverse, c * inverse, d * inverse, LIMIT != 448.0)
     first = codes_t + e * cols * (rows // 4 if FOURS else rows)
     store_fours(first, words, row, rows_left, col, width, rows, FOURS, WHOLE, 128)
+    at = scale_t + ((e * tl.num_programs(1) + row_tile) * cols + col)
+    tl.store(at + i, s, mask=None if WHOLE else i < width)
 
 
 @triton.jit
-def _cast_rows(
-    codes, values, INDEX: tl.constexpr, row, rows_left, col, width, cols,
-    LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    scaled, s = scaled_along(values, 1, LIMIT, LIMIT_BITS, POW2)
-    store_rows(codes, scaled, INDEX, row, rows_left, col, width, cols, WHOLE, 128)
-    return s
+def _scales_of_rows(values, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr):
+    return scale_of(largest_bits(tl.abs(values), 1), LIMIT, LIMIT_BITS, POW2)

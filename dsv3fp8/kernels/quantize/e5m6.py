@@ -16,15 +16,15 @@ from dsv3fp8.kernels.quantize.device import INTERPRETED
 def load_e5m6(x, row, there, first, width, WORDS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """fp32 [ROWS, COLS] of the columns from `first`, a multiple of two (eight if WORDS); zero outside.
 
-    x: words if WORDS, else bytes. row: int64 [ROWS], where each row starts, in those. there: whether it exists. width: columns
+    x: words if WORDS, else bytes. row: int32 [ROWS], where each row starts, in those. there: whether it exists. width: columns
     there are, from the first. WHOLE: all are there.
     """
     # Groups of eight columns before rows: of two dimensions without contiguous elements Triton lays lanes along the first.
     group = tl.arange(0, COLS // 8)[:, None]
-    start = row + (first // 8 * 3 if WORDS else first // 2 * 3)
-    w0 = _load_word(x, start[None, :], there[None, :], group, 0, width, WORDS, WHOLE)
-    w1 = _load_word(x, start[None, :], there[None, :], group, 1, width, WORDS, WHOLE)
-    w2 = _load_word(x, start[None, :], there[None, :], group, 2, width, WORDS, WHOLE)
+    x += first // 8 * 3 if WORDS else first // 2 * 3
+    w0 = _load_word(x, row[None, :], there[None, :], group, 0, width, WORDS, WHOLE)
+    w1 = _load_word(x, row[None, :], there[None, :], group, 1, width, WORDS, WHOLE)
+    w2 = _load_word(x, row[None, :], there[None, :], group, 2, width, WORDS, WHOLE)
     # Bits 4 to 15 of a half hold a code; what stands in the others is cleared.
     even = tl.join(
         tl.join(_value(w0 << 4), _value(w1 >> 12)),
@@ -38,15 +38,15 @@ def load_e5m6(x, row, there, first, width, WORDS: tl.constexpr, WHOLE: tl.conste
 
 
 @triton.jit
-def _load_word(x, start, there, group, INDEX: tl.constexpr, width, WORDS: tl.constexpr, WHOLE: tl.constexpr):
+def _load_word(x, row, there, group, INDEX: tl.constexpr, width, WORDS: tl.constexpr, WHOLE: tl.constexpr):
     if WORDS:
-        at = x + (start + (group * 3 + INDEX))
+        at = x + (row + group * 3) + INDEX
         word = tl.load(at) if WHOLE else tl.load(at, mask=there & (group * 8 < width), other=0)
     else:
-        word = tl.zeros((group.shape[0], start.shape[1]), tl.int32)
+        word = tl.zeros((group.shape[0], row.shape[1]), tl.int32)
         for i in tl.static_range(4):
             byte = group * 12 + (4 * INDEX + i)
-            value = tl.load(x + (start + byte), mask=there & (byte < (width + 1) // 2 * 3), other=0)
+            value = tl.load(x + (row + byte), mask=there & (byte < (width + 1) // 2 * 3), other=0)
             word |= value.to(tl.int32) << 8 * i
     return word
 
@@ -82,10 +82,10 @@ def store_e5m6(
     word = i // 4 * 3 + i % 4
     if WORDS:
         mask = i % 4 < 3 if WHOLE else there[None, :] & (i % 4 < 3) & (i // 4 * 8 < width)
-        tl.store(x + ((row + first // 8 * 3)[None, :] + word), words, mask=mask)
+        tl.store(x + first // 8 * 3 + (row[None, :] + word), words, mask=mask)
     else:
         byte = word * 4
-        at = x + ((row + first // 2 * 3)[None, :] + byte)
+        at = x + first // 2 * 3 + (row[None, :] + byte)
         for k in tl.static_range(4):
             mask = there[None, :] & (i % 4 < 3) & (byte + k < (width + 1) // 2 * 3)
             tl.store(at + k, (words >> 8 * k & 0xFF).to(tl.uint8), mask=mask)

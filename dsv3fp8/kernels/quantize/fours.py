@@ -23,21 +23,20 @@ def load_fours(
 ):  # fmt: skip
     """Four fp32 [32, COLS] of the rows from `row` (rows_left there are) and the columns from `col` (width); zero outside."""
     r_in = 4 * tl.arange(0, 32)
-    r = row.to(tl.int64) + r_in
     a = load_values(
-        x, x_scale, r, r_in < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        x, x_scale, row, r_in, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
         SOURCE, WHOLE, VECTOR, 32, COLS,
     )  # fmt: skip
     b = load_values(
-        x, x_scale, r + 1, r_in + 1 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        x, x_scale, row, r_in + 1, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
         SOURCE, WHOLE, VECTOR, 32, COLS,
     )  # fmt: skip
     c = load_values(
-        x, x_scale, r + 2, r_in + 2 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        x, x_scale, row, r_in + 2, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
         SOURCE, WHOLE, VECTOR, 32, COLS,
     )  # fmt: skip
     d = load_values(
-        x, x_scale, r + 3, r_in + 3 < rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+        x, x_scale, row, r_in + 3, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
         SOURCE, WHOLE, VECTOR, 32, COLS,
     )  # fmt: skip
     return a, b, c, d
@@ -74,12 +73,11 @@ def store_fours(
 ):  # fmt: skip
     """Stores words [32, COLS] of four rows' codes each as codes [columns, rows]: words if FOURS, else bytes."""
     four, c_in = tl.arange(0, 32), tl.arange(0, COLS)
-    c = (col + c_in).to(tl.int64)[None, :]
     if FOURS:
-        at = codes + (c * (rows // 4) + (row // 4 + four)[:, None])
+        at = codes + (col.to(tl.int64) * (rows // 4) + row // 4) + (c_in[None, :] * (rows // 4) + four[:, None])
         tl.store(at, words, mask=None if WHOLE else (four < rows_left // 4)[:, None] & (c_in < width)[None, :])
     else:
-        at = codes + (c * rows + (row + 4 * four)[:, None])
+        at = codes + (col.to(tl.int64) * rows + row) + (c_in[None, :] * rows + 4 * four[:, None])
         for i in tl.static_range(4):
             mask = (4 * four + i < rows_left)[:, None] & (c_in < width)[None, :]
             tl.store(at + i, (words >> 8 * i & 0xFF).to(tl.uint8), mask=mask)
@@ -91,7 +89,6 @@ def store_rows(
 ):  # fmt: skip
     """Stores one of four blocks, of rows INDEX, INDEX + 4 and so on, as codes [rows, columns]."""
     r_in, c_in = 4 * tl.arange(0, 32) + INDEX, tl.arange(0, COLS)
-    at = (row.to(tl.int64) + r_in)[:, None] * cols + (col + c_in)[None, :]
-    at = tl.max_contiguous(at, [1, VECTOR])  # as they were loaded, so that nothing moves between threads
+    at = tl.max_contiguous(r_in[:, None] * cols + c_in[None, :], [1, VECTOR])  # as loaded: nothing moves between threads
     mask = None if WHOLE else (r_in < rows_left)[:, None] & (c_in < width)[None, :]
-    tl.store(codes + at, scaled.to(codes.dtype.element_ty), mask=mask)
+    tl.store(codes + (row.to(tl.int64) * cols + col) + at, scaled.to(codes.dtype.element_ty), mask=mask)

@@ -69,21 +69,21 @@ def _rows_kernel(
     row, rows_left, _ = place(tl.program_id(0) // col_tiles, part_rows, ROWS, ROW_PARTS)
     col, width, tile = place(tl.program_id(0) % col_tiles, part_cols, 128, COL_PARTS)
     e = tl.program_id(1).to(tl.int64)
-    r = row.to(tl.int64) + tl.arange(0, ROWS)
-    there = tl.arange(0, ROWS) < rows_left
+    r = tl.arange(0, ROWS)
+    there = r < rows_left
     values = load_values(
-        x + e * x_stride_e, x_scale + e * x_scale_stride_e, r, there, col, width, tile,
+        x + e * x_stride_e, x_scale + e * x_scale_stride_e, row, r, rows_left, col, width, tile,
         x_stride_r, x_stride_c, x_scale_stride_r, x_scale_stride_c, SOURCE, WHOLE, 0, ROWS, 128,
     )  # fmt: skip
     scaled, s = scaled_along(values, 1, LIMIT, LIMIT_BITS, POW2)
     rows = ROW_PARTS * part_rows
-    tl.store(scale + ((e * col_tiles + tile) * rows + r), s, mask=None if WHOLE else there)
+    tl.store(scale + ((e * col_tiles + tile) * rows + row) + r, s, mask=None if WHOLE else there)
     codes += (e * rows + row) * codes_width
-    start = tl.arange(0, ROWS) * codes_width
+    start = r * codes_width
     if INTO == "codes":
         c = tl.arange(0, 128)
         mask = None if WHOLE else there[:, None] & (c < width)[None, :]
-        tl.store(codes + (start[:, None] + (col + c)[None, :]), scaled.to(codes.dtype.element_ty), mask=mask)
+        tl.store(codes + col + (start[:, None] + c[None, :]), scaled.to(codes.dtype.element_ty), mask=mask)
     else:
         store_e5m6(codes, start, there, col, width, scaled, s != s, INTO == "e5m6 words", WHOLE, ROWS, 128)
 
@@ -98,13 +98,14 @@ def _decode_kernel(
     row, rows_left, _ = place(tl.program_id(0) // col_tiles, part_rows, ROWS, ROW_PARTS)
     col, width, tile = place(tl.program_id(0) % col_tiles, part_cols, 128, COL_PARTS)
     e = tl.program_id(1).to(tl.int64)
-    r = row.to(tl.int64) + tl.arange(0, ROWS)
-    there = tl.arange(0, ROWS) < rows_left
+    r = tl.arange(0, ROWS)
+    there = r < rows_left
     values = load_values(
-        x + e * x_stride_e, x_scale + e * x_scale_stride_e, r, there, col, width, tile,
+        x + e * x_stride_e, x_scale + e * x_scale_stride_e, row, r, rows_left, col, width, tile,
         x_stride_r, x_stride_c, x_scale_stride_r, x_scale_stride_c, SOURCE, WHOLE, 8, ROWS, 128,
     )  # fmt: skip
     c = tl.arange(0, 128)
-    at = (e * (ROW_PARTS * part_rows) + r) * (COL_PARTS * part_cols)
+    cols = COL_PARTS * part_cols
+    out += (e * (ROW_PARTS * part_rows) + row) * cols + col
     mask = None if WHOLE else there[:, None] & (c < width)[None, :]
-    tl.store(out + (at[:, None] + (col + c)[None, :]), values.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + (r[:, None] * cols + c[None, :]), values.to(out.dtype.element_ty), mask=mask)

@@ -37,6 +37,8 @@ class Source:
     def of(x: Tensor, row_parts: int = 1, col_parts: int = 1) -> Source:
         """Floats of any strides; other dtypes than bf16, fp16 and fp32 are converted first."""
         values = _stack(x if x.dtype in _FLOATS else x.to(torch.float32))
+        if max(values.stride()[1:]) * 128 >= 2**31:  # a block's places are counted in 32 bits
+            values = values.contiguous()
         return Source(values, values, "float", tuple(x.shape), row_parts, col_parts)
 
     @staticmethod
@@ -94,29 +96,32 @@ def place(block, length, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def load_values(
-    x, x_scale, r, there, first, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
+    x, x_scale, row, r_in, rows_left, col, width, tile, stride_r, stride_c, scale_stride_r, scale_stride_c,
     SOURCE: tl.constexpr, WHOLE: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [ROWS, COLS] of the rows r (int64 [ROWS]) and the columns from `first`; zero outside.
+    """fp32 [ROWS, COLS] of the rows `row` + r_in (int32 [ROWS]) and the columns from `col`; zero outside.
 
-    there: [ROWS], whether the row exists. width: columns there are. tile: the source's tile of these columns. WHOLE: no row or
-    column is outside. VECTOR: columns that a thread takes at most, 0 for as many as 16 bytes hold.
+    rows_left, width: rows and columns there are from `row` and `col` on. tile: the source's tile of these columns. WHOLE: no
+    row or column is outside. VECTOR: columns that a thread takes at most, 0 for as many as 16 bytes hold.
     """
+    there = r_in < rows_left
+    x += row.to(tl.int64) * stride_r  # in 64 bits; inside a block 32 are enough
     if SOURCE == "words" or SOURCE == "bytes":
-        values = load_e5m6(x, r * stride_r, there, first, width, SOURCE == "words", WHOLE, ROWS, COLS)
+        values = load_e5m6(x, r_in * stride_r, there, col, width, SOURCE == "words", WHOLE, ROWS, COLS)
     else:
         c_in = tl.arange(0, COLS)
-        at = r[:, None] * stride_r + (first + c_in).to(tl.int64)[None, :] * stride_c
+        at = r_in[:, None] * stride_r + c_in[None, :] * stride_c
         if VECTOR:
             at = tl.max_contiguous(at, [1, VECTOR])
-        raw = tl.load(x + at) if WHOLE else tl.load(x + at, mask=there[:, None] & (c_in < width)[None, :], other=0)
+        at = x + col.to(tl.int64) * stride_c + at
+        raw = tl.load(at) if WHOLE else tl.load(at, mask=there[:, None] & (c_in < width)[None, :], other=0)
         if SOURCE == "e4m3":
             raw = raw.to(tl.float8e4nv, bitcast=True)
         elif SOURCE == "e5m2":
             raw = raw.to(tl.float8e5, bitcast=True)
         values = raw.to(tl.float32)
     if SOURCE != "float":
-        at = x_scale + (r * scale_stride_r + tile.to(tl.int64) * scale_stride_c)
+        at = x_scale + (row.to(tl.int64) * scale_stride_r + tile.to(tl.int64) * scale_stride_c) + r_in * scale_stride_r
         s = tl.load(at) if WHOLE else tl.load(at, mask=there, other=0.0)
         values = values * s[:, None]
     return values
