@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dsv3fp8.kernels.backend import quantize, quantize_both, retile
+from dsv3fp8.kernels.backend import decode, quantize, quantize_both, retile
 from dsv3fp8.kernels.quantize.reference import scale_from_amax
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.recipe import ROLES, GemmSpec, OperandSpec, Recipe
@@ -136,7 +136,7 @@ class LinearQuantizers(nn.Module):
         if not isinstance(kept, QuantizedTensor):
             return self.quantize(role, kept, 0, groups=groups)
         if not spec.quantized:
-            return kept.decode().to(torch.bfloat16 if self.gemm.compute == "bf16" else torch.float32)
+            return decode(kept, torch.bfloat16 if self.gemm.compute == "bf16" else torch.float32)
         tile = spec.tile_along(0)
         serves = spec.one_orientation and kept.format is spec.storage
         if serves and kept.tile == tile and (groups is None or spec.tile == "128x128"):
@@ -148,12 +148,18 @@ class LinearQuantizers(nn.Module):
     def _kept_scale(self, role: str, x: Tensor, groups: Tensor | None) -> Tensor:
         state = self.states[role]
         assert isinstance(state, ScaleState)
-        amax = x.detach().abs().float()
         if groups is not None:
-            blocks = amax.reshape(-1, 128 * x.shape[-1]).amax(-1)
-            per_expert = amax.new_zeros(state.history.shape[1]).scatter_reduce(0, groups.clamp(min=0), blocks, "amax")
+            blocks = _largest(x.detach().reshape(len(groups), 128 * x.shape[-1]))
+            per_expert = blocks.new_zeros(state.history.shape[1]).scatter_reduce(0, groups.clamp(min=0), blocks, "amax")
             return state.scale(per_expert)[groups][:, None]
         if x.dim() > 2:  # weights of experts [E, N, K]
-            return state.scale(amax.flatten(1).amax(1)).reshape(-1, 1, 1)
-        largest = amax.amax().reshape(1) if amax.numel() else amax.new_zeros(1)
-        return state.scale(largest).reshape(1, 1)
+            return state.scale(_largest(x.detach().flatten(1))).reshape(-1, 1, 1)
+        return state.scale(_largest(x.detach().reshape(1, x.numel()))).reshape(1, 1)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude of each row, fp32: NaN where a row holds NaN, 0 where it is empty."""
+    if not x.numel():
+        return x.new_zeros(x.shape[0], dtype=torch.float32)
+    low, high = torch.aminmax(x, dim=1)
+    return torch.maximum(-low, high).float()
