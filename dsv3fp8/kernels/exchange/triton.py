@@ -26,7 +26,7 @@ _MOST_EXPERTS = 512
 _MOST_CHOICES = 16  # their rows are read together
 _PROGRAMS = 128  # that count copies: each reads what all others counted
 _PLACES = 16384  # (copies times experts) that a program looks at together
-_WORDS = 2048  # of four bytes, that a program of dispatch sends K times
+_WORDS = 1024  # of four bytes, that a program of dispatch sends K times
 _VALUES = 1024  # of a token or several, that a program of combine sums
 _INERT = 32  # rows that a program of dispatch looks through for inert ones
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -137,7 +137,7 @@ def _launch_dispatch(
     width = out.shape[1]
     if rows == 0:
         return
-    block = _block(width, 512)
+    block = _block(width, 256)
     together = max(1, _WORDS // block)
     programs = rows // _INERT + ceil_div(tokens, together) * ceil_div(width, block)
     _dispatch_kernel[(programs,)](

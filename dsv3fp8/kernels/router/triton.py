@@ -1,8 +1,8 @@
 """The router's arithmetic in Triton: two launches forward, one backward.
 
 Scores and ids have the bits that torch gives on the same GPU: exp is CUDA's own, softmax sums as torch's kernel for rows of
-up to 1024 does. Sums over chosen scores are taken in order of choice; those over experts and over the tokens of a sequence in
-an order of their own, the same in every run: no atomics.
+up to 1024 does. Other sums, over experts, over choices and over the tokens of a sequence, are taken in an order of their own,
+the same in every run: no atomics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MOST_CHOICES = 32
 _ABSENT = tl.constexpr(-(2**31))  # below every score's place in order
 _NAN = tl.constexpr(0x7FFFFFFF)
 _MINUS_INFINITY = tl.constexpr(-0x7F800001)
-_NO_EXPERT = tl.constexpr(2**30)
+_LAST = tl.constexpr(0xFFFF)  # beyond every index
+_TAKEN = tl.constexpr(-(2**63))
 _TINY = tl.constexpr(1e-20)
 
 
@@ -52,19 +53,19 @@ def forward(logits: Tensor, bias: Tensor, rule: Rule, sequences: int, real: Tens
     scores = torch.empty_like(logits)
     parts = torch.empty(sequences * blocks, experts, dtype=torch.float32, device=device)
     hits = torch.empty(sequences * blocks, experts, dtype=torch.int32, device=device)
-    tokens, balance = (torch.empty(sequences, 1, dtype=torch.float32, device=device) for _ in range(2))
+    tokens, balance = (torch.empty(sequences, n, dtype=torch.float32, device=device) for n in (1, ceil_div(experts, 32)))
     frequency = torch.empty(sequences, experts, dtype=torch.float32, device=device)
     mask = _bytes(real, logits)
     if count:
         _forward_kernel[(sequences * blocks,)](
             logits, bias, mask, scores, ids, weights, chosen, total, shares, parts, hits, length, experts, rule.route_scale,
             SOFTMAX=rule.score == "softmax", KEPT=rule.kept_groups, NORMALIZE=rule.normalize, MASKED=real is not None, **sizes,
-            num_warps=_warps(experts), **_EXACT,
+            num_warps=4, **_EXACT,
         )  # fmt: skip
     if sequences:
-        _balance_kernel[(sequences,)](
-            mask, parts, hits, frequency, tokens, balance, length, blocks, experts, MASKED=real is not None, PARTS=16,
-            TOP_K=rule.top_k, EXPERTS=triton.next_power_of_2(experts), num_warps=4, **_EXACT,
+        _balance_kernel[(balance.numel(),)](
+            mask, parts, hits, frequency, tokens, balance, length, blocks, experts, MASKED=real is not None, PARTS=128,
+            TOP_K=rule.top_k, EXPERTS=32, num_warps=8, **_EXACT,
         )  # fmt: skip
     kept = Kept(
         ids, scores, chosen if rule.normalize else None, total if rule.normalize else None,
@@ -78,14 +79,14 @@ def backward(kept: Kept, dweights: Tensor, dbalance: Tensor, rule: Rule) -> Tens
     scores, (sequences, length, _) = kept.scores, kept.shares.shape
     dlogits = torch.empty_like(scores)
     if dlogits.numel():
-        experts, sizes = scores.shape[1], _sizes(scores.shape[1], rule)
+        experts = scores.shape[1]
+        together = max(1, min(8, 1024 // triton.next_power_of_2(experts)))
         chosen, total, tokens = (scores if t is None else t for t in (kept.chosen, kept.total, kept.tokens))
-        _backward_kernel[(sequences * ceil_div(length, sizes["TOKENS"]),)](
+        _backward_kernel[(sequences * ceil_div(length, together),)](
             scores, kept.ids, chosen, total, kept.shares, kept.frequency, tokens, dweights.contiguous(), dbalance,
             _bytes(kept.real, scores), dlogits, length, experts, rule.route_scale, SOFTMAX=rule.score == "softmax",
-            NORMALIZE=rule.normalize, MASKED=kept.real is not None, TOP_K=rule.top_k,
-            TOKENS=sizes["TOKENS"], CHOICES=sizes["CHOICES"], EXPERTS=triton.next_power_of_2(experts),
-            num_warps=_warps(experts), **_EXACT,
+            NORMALIZE=rule.normalize, MASKED=kept.real is not None, TOP_K=rule.top_k, TOKENS=together,
+            EXPERTS=triton.next_power_of_2(experts), num_warps=4, **_EXACT,
         )  # fmt: skip
     return dlogits
 
@@ -96,13 +97,9 @@ def _sizes(experts: int, rule: Rule) -> dict[str, int]:
     size = experts // groups
     lanes = triton.next_power_of_2(groups) * triton.next_power_of_2(size)
     return {
-        "TOKENS": max(1, min(32, 4096 // lanes)), "GROUPS": groups, "SIZE": size, "GROUP_LANES": triton.next_power_of_2(groups),
+        "TOKENS": max(1, min(32, 2048 // lanes)), "GROUPS": groups, "SIZE": size, "GROUP_LANES": triton.next_power_of_2(groups),
         "SIZE_LANES": triton.next_power_of_2(size), "TOP_K": rule.top_k, "CHOICES": triton.next_power_of_2(rule.top_k),
     }  # fmt: skip
-
-
-def _warps(experts: int) -> int:
-    return 8 if experts > 64 else 4
 
 
 def _bytes(real: Tensor | None, other: Tensor) -> Tensor:
@@ -122,19 +119,27 @@ def _exp(x):
 
 
 @triton.jit
-def _softmax_of(logits, x, t, there, experts, TOKENS: tl.constexpr, LANES: tl.constexpr):
-    """softmax of rows x [TOKENS, LANES], -inf where no expert is, with the sums of torch's kernel.
+def _softmax_sums(logits, largest, t, there, experts, TOKENS: tl.constexpr, LANES: tl.constexpr):
+    """Sums of exp of rows, as torch's kernel takes them.
 
     Of its warp of 32 threads each adds up every 32nd exp; then they exchange their sums, as they do here.
     """
-    largest = tl.max(x, 1)
     WIDTH: tl.constexpr = LANES if LANES < 32 else 32
     total = tl.zeros([TOKENS, WIDTH], tl.float32)
     for first in tl.static_range(0, LANES, WIDTH):
         e = first + tl.arange(0, WIDTH)
-        again = tl.load(logits + (t[:, None] * experts + e[None, :]), there[:, None] & (e < experts)[None, :], -float("inf"))
-        total += _exp(again - largest[:, None])
-    return tl.div_rn(_exp(x - largest[:, None]), tl.broadcast_to(tl.sum(total, 1)[:, None], x.shape))
+        x = tl.load(logits + (t[:, None] * experts + e[None, :]), there[:, None] & (e < experts)[None, :], -float("inf"))
+        total += _exp(x - largest[:, None])
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _score(x, largest, total, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        over, under = _exp(x - largest[:, None]), tl.broadcast_to(total[:, None], x.shape)
+    else:
+        over, under = tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x)
+    return tl.div_rn(over, under)
 
 
 @triton.jit
@@ -152,11 +157,16 @@ def _number(key):
 
 
 @triton.jit
-def _take(key, index, AXIS: tl.constexpr):
-    """(the lowest index of the largest key along an axis, the keys without it)."""
-    largest = tl.expand_dims(tl.max(key, AXIS), AXIS)
-    first = tl.min(tl.where(key == largest, index, _NO_EXPERT), AXIS)
-    return first, tl.where(index == tl.expand_dims(first, AXIS), _ABSENT, key)
+def _ranked(key, index):
+    """Place in the order and index in one number, whose largest is the first of the largest."""
+    return (key.to(tl.int64) << 32) | (_LAST - index)
+
+
+@triton.jit
+def _take(ranked, index, AXIS: tl.constexpr):
+    """(index of the best along an axis, the rest of them)."""
+    best = _LAST - (tl.max(ranked, AXIS) & _LAST).to(tl.int32)
+    return best, tl.where(index == tl.expand_dims(best, AXIS), _TAKEN, ranked)
 
 
 @triton.jit
@@ -168,14 +178,15 @@ def _without_dropped_groups(
     by_group = tl.reshape(key, [TOKENS, GROUP_LANES, SIZE_LANES])
     value = _number(tl.max(by_group, 2))
     if SIZE > 1:
-        _best, others = _take(by_group, tl.arange(0, SIZE_LANES)[None, None, :], 2)
-        value += _number(tl.max(others, 2))
+        lane = tl.arange(0, SIZE_LANES)[None, None, :]
+        _best, others = _take(_ranked(by_group, lane), lane, 2)
+        value += _number((tl.max(others, 2) >> 32).to(tl.int32))
     group = tl.arange(0, GROUP_LANES)[None, :]
-    rank = tl.where(group < GROUPS, _order(value), _ABSENT)
+    ranked = _ranked(tl.where(group < GROUPS, _order(value), _ABSENT), group)
     kept = tl.zeros([TOKENS, GROUP_LANES], tl.int32)
     for _group in range(KEPT):
-        first, rank = _take(rank, group, 1)
-        kept = tl.where(group == first[:, None], 1, kept)
+        best, ranked = _take(ranked, group, 1)
+        kept = tl.where(group == best[:, None], 1, kept)
     masked = tl.where((by_group == _ABSENT) | (kept[:, :, None] != 0), by_group, _MINUS_INFINITY)
     return tl.reshape(masked, [TOKENS, GROUP_LANES * SIZE_LANES])
 
@@ -200,34 +211,33 @@ def _forward_kernel(
     inside = there[:, None] & exists[None, :]
 
     x = tl.load(logits + at, mask=inside, other=-float("inf"))
+    largest = tl.zeros([TOKENS], tl.float32)
+    under = largest
     if SOFTMAX:
-        y = _softmax_of(logits, x, t, there, experts, TOKENS, LANES)
-    else:
-        y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x))
+        largest = tl.max(x, 1)
+        under = _softmax_sums(logits, largest, t, there, experts, TOKENS, LANES)
+    y = _score(x, largest, under, SOFTMAX)
     tl.store(scores + at, y, mask=inside)
 
     key = _order(y + tl.load(bias + expert, mask=exists, other=0.0)[None, :])
     key = tl.where(exists[None, :], key, _ABSENT)
     if GROUPS > 1:
         key = _without_dropped_groups(key, TOKENS, GROUPS, SIZE, GROUP_LANES, SIZE_LANES, KEPT)
+    ranked = _ranked(key, lane[None, :])
     choice = tl.arange(0, CHOICES)[None, :]
     taken = tl.zeros([TOKENS, CHOICES], tl.int32)
-    picked = tl.zeros([TOKENS, CHOICES], tl.float32)
-    summed = tl.zeros([TOKENS], tl.float32)
     for k in range(TOP_K):
-        first, key = _take(key, lane[None, :], 1)
-        score = tl.sum(tl.where(lane[None, :] == first[:, None], y, 0.0), 1)
-        taken = tl.where(choice == k, first[:, None], taken)
-        picked = tl.where(choice == k, score[:, None], picked)
-        summed += score
+        best, ranked = _take(ranked, lane[None, :], 1)
+        taken = tl.where(choice == k, best[:, None], taken)
     if SIZE != SIZE_LANES:
         taken = taken // SIZE_LANES * SIZE + taken % SIZE_LANES
     into = t[:, None] * TOP_K + choice
     chosen_there = there[:, None] & (choice < TOP_K)
     tl.store(ids + into, taken.to(tl.int64), mask=chosen_there)
+    picked = _score(tl.load(logits + (t[:, None] * experts + taken), chosen_there, 0.0), largest, under, SOFTMAX)
     weight = picked
     if NORMALIZE:
-        divisor = summed + _TINY
+        divisor = tl.sum(tl.where(choice < TOP_K, picked, 0.0), 1) + _TINY
         tl.store(chosen + into, picked, mask=chosen_there)
         tl.store(total + t, divisor, mask=there)
         weight = tl.div_rn(picked, tl.broadcast_to(divisor[:, None], picked.shape))
@@ -239,14 +249,12 @@ def _forward_kernel(
     if MASKED:
         counted = tl.load(real + t, mask=there, other=0) != 0
     share = tl.div_rn(y, tl.broadcast_to(divisor[:, None], y.shape))
-    key = tl.where(exists[None, :], _order(y), _ABSENT)
-    hit = tl.zeros([TOKENS, LANES], tl.int32)
+    ranked = _ranked(tl.where(exists[None, :], _order(y), _ABSENT), lane[None, :])
     for _k in range(TOP_K):
-        first, key = _take(key, lane[None, :], 1)
-        hit = tl.where(lane[None, :] == first[:, None], 1, hit)
+        _best, ranked = _take(ranked, lane[None, :], 1)
     part = tl.program_id(0).to(tl.int64) * experts + expert
     tl.store(parts + part, tl.sum(tl.where(counted[:, None], share, 0.0), 0), mask=exists)
-    tl.store(hits + part, tl.sum(tl.where(counted[:, None], hit, 0), 0), mask=exists)
+    tl.store(hits + part, tl.sum((counted[:, None] & (ranked == _TAKEN)).to(tl.int32), 0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "experts"])
@@ -254,9 +262,10 @@ def _balance_kernel(
     real, parts, hits, frequency, tokens, balance, length, blocks, experts,
     MASKED: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The balance loss of one sequence, from the sums of its blocks, in order."""
-    sequence = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, EXPERTS)
+    """What EXPERTS experts have of the balance loss of one sequence, from the sums of its blocks, in order."""
+    groups = tl.cdiv(experts, EXPERTS)
+    sequence = (tl.program_id(0) // groups).to(tl.int64)
+    e = tl.program_id(0) % groups * EXPERTS + tl.arange(0, EXPERTS)
     share = tl.zeros([EXPERTS], tl.float32)
     count = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, blocks, PARTS):
@@ -275,15 +284,15 @@ def _balance_kernel(
     mean_count = tl.div_rn(count.to(tl.float32) * experts.to(tl.float32), tl.full([EXPERTS], TOP_K, tl.float32))
     often = tl.div_rn(mean_count, divisor)
     tl.store(frequency + sequence * experts + e, often, mask=e < experts)
-    tl.store(tokens + sequence, tl.maximum(seen, 1).to(tl.float32))
-    tl.store(balance + sequence, tl.sum(often * tl.div_rn(share, divisor), 0))
+    tl.store(tokens + sequence, tl.maximum(seen, 1).to(tl.float32))  # the same from all its programs
+    tl.store(balance + tl.program_id(0), tl.sum(often * tl.div_rn(share, divisor), 0))
 
 
 @triton.jit(do_not_specialize=["length", "experts"])
 def _backward_kernel(
     scores, ids, chosen, total, shares, frequency, tokens, dweights, dbalance, real, dlogits, length, experts, route_scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
-    CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EXPERTS)
     blocks = tl.cdiv(length, TOKENS)
@@ -307,18 +316,20 @@ def _backward_kernel(
     ddivisor = tl.sum(-dshare * tl.div_rn(tl.div_rn(y, divisor), divisor), 1)
     dscores = tl.div_rn(dshare, divisor) + ddivisor[:, None]
 
-    choice = tl.arange(0, CHOICES)[None, :]
-    chosen_there = there[:, None] & (choice < TOP_K)
-    dchosen = tl.load(dweights + (t[:, None] * TOP_K + choice), mask=chosen_there, other=0.0) * route_scale
+    summed = tl.full([TOKENS], 1.0, tl.float32)
+    dsummed = tl.zeros([TOKENS], tl.float32)
     if NORMALIZE:
-        picked = tl.load(chosen + (t[:, None] * TOP_K + choice), mask=chosen_there, other=0.0)
-        summed = tl.broadcast_to(tl.load(total + t, mask=there, other=1.0)[:, None], picked.shape)
-        dsummed = tl.sum(-dchosen * tl.div_rn(tl.div_rn(picked, summed), summed), 1)
-        dchosen = tl.div_rn(dchosen, summed) + dsummed[:, None]
-    for k in range(TOP_K):
+        summed = tl.load(total + t, mask=there, other=1.0)
+        for k in tl.static_range(TOP_K):
+            picked = tl.load(chosen + t * TOP_K + k, mask=there, other=0.0)
+            dweight = tl.load(dweights + t * TOP_K + k, mask=there, other=0.0) * route_scale
+            dsummed += -dweight * tl.div_rn(tl.div_rn(picked, summed), summed)
+    for k in tl.static_range(TOP_K):
         expert = tl.load(ids + t * TOP_K + k, mask=there, other=-1).to(tl.int32)
-        given = tl.sum(tl.where(choice == k, dchosen, 0.0), 1)
-        dscores += tl.where(e[None, :] == expert[:, None], given[:, None], 0.0)
+        dchosen = tl.load(dweights + t * TOP_K + k, mask=there, other=0.0) * route_scale
+        if NORMALIZE:
+            dchosen = tl.div_rn(dchosen, summed) + dsummed
+        dscores += tl.where(e[None, :] == expert[:, None], dchosen[:, None], 0.0)
     if SOFTMAX:
         product = dscores * y
         dx = product - y * tl.sum(product, 1)[:, None]
