@@ -95,7 +95,7 @@ def _backward(
     partial = torch.empty(programs, cols, dtype=torch.float32, device=x.device)
     sources = [*given, *[x] * (3 - len(given)), x if rail is None else _rows(rail), x if beside is None else _rows(beside)]
     codes, scale = (cast.codes, cast.scale) if cast else (dx, partial)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         x, gamma, *sources, dx, codes, scale, partial, rows, steps, x.stride(0), *(s.stride(0) for s in sources), eps,
         GRADS=len(given), RAIL=rail is not None, CAST=cast is not None, POW2=kind == "pow2", **limits(fmt or E5M6),
         COLS=cols, WIDTH=width, ROWS=block_rows, TILES=tiles, STAGES=2,
@@ -116,7 +116,7 @@ def _forward(
         block_rows, tiles = _block(cols)
         programs, steps = _share(ceil_div(rows, block_rows), 4 * _PROCESSORS)
         codes, scale = (cast.codes, cast.scale) if cast else (x, gamma)
-        _forward_kernel[(programs,)](
+        _norm_forward_kernel[(programs,)](
             x, gamma, x if y is None else y, codes, scale, rows, steps, x.stride(0), eps,
             KEEP=keep, CAST=cast is not None, POW2=kind == "pow2", **limits(fmt or E5M6),
             COLS=cols, ROWS=block_rows, TILES=tiles, STAGES=2,
@@ -161,7 +161,7 @@ def _row_sum(values):
 
 # In all kernels the number of rows is no part of what is compiled; widths are.
 @triton.jit(do_not_specialize=["rows", "steps"])
-def _forward_kernel(
+def _norm_forward_kernel(
     x, gamma, y, codes, scale, rows, steps, x_stride, eps,
     KEEP: tl.constexpr, CAST: tl.constexpr, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
@@ -199,7 +199,7 @@ def _summed(g0, g1, g2, GRADS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
-def _backward_kernel(
+def _norm_backward_kernel(
     x, gamma, grad0, grad1, grad2, rail, beside, dx, codes, scale, partial, rows, steps,
     x_stride, stride0, stride1, stride2, rail_stride, beside_stride, eps,
     GRADS: tl.constexpr, RAIL: tl.constexpr, CAST: tl.constexpr,

@@ -56,7 +56,7 @@ def quantize_wide(
             "enable_fp_fusion": False,
         }
         _amax_kernel[source.grid(128, 128)](*read, part_rows, part_cols, *source.strides(), **options)
-        _cast_kernel[source.grid(128, 128)](
+        _wide_cast_kernel[source.grid(128, 128)](
             *read, given, codes, out, part_rows, part_cols, *source.strides(), FOURS=fours, GIVEN=scale is not None,
             POW2=kind == "pow2", **limits(fmt), **options,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def _amax_kernel(
 
 
 @triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=["x_stride_c"])
-def _cast_kernel(
+def _wide_cast_kernel(
     x, x_scale, slots, amax, given, codes, scale, part_rows, part_cols,
     x_stride_e, x_stride_r, x_stride_c, x_scale_stride_e, x_scale_stride_r, x_scale_stride_c,
     SOURCE: tl.constexpr, OF: tl.constexpr, GROUPED: tl.constexpr, WHOLE: tl.constexpr,

@@ -57,7 +57,7 @@ def forward(logits: Tensor, bias: Tensor, rule: Rule, sequences: int, real: Tens
     frequency = torch.empty(sequences, experts, dtype=torch.float32, device=device)
     mask = _bytes(real, logits)
     if count:
-        _forward_kernel[(sequences * blocks,)](
+        _router_forward_kernel[(sequences * blocks,)](
             logits, bias, mask, scores, ids, weights, chosen, total, shares, parts, hits, length, experts, rule.route_scale,
             SOFTMAX=rule.score == "softmax", KEPT=rule.kept_groups, NORMALIZE=rule.normalize, MASKED=real is not None, **sizes,
             num_warps=4, **_EXACT,
@@ -82,7 +82,7 @@ def backward(kept: Kept, dweights: Tensor, dbalance: Tensor, rule: Rule) -> Tens
         experts = scores.shape[1]
         together = max(1, min(8, 1024 // triton.next_power_of_2(experts)))
         chosen, total, tokens = (scores if t is None else t for t in (kept.chosen, kept.total, kept.tokens))
-        _backward_kernel[(sequences * ceil_div(length, together),)](
+        _router_backward_kernel[(sequences * ceil_div(length, together),)](
             scores, kept.ids, chosen, total, kept.shares, kept.frequency, tokens, dweights.contiguous(), dbalance,
             _bytes(kept.real, scores), dlogits, length, experts, rule.route_scale, SOFTMAX=rule.score == "softmax",
             NORMALIZE=rule.normalize, MASKED=kept.real is not None, TOP_K=rule.top_k, TOKENS=together,
@@ -192,7 +192,7 @@ def _without_dropped_groups(
 
 
 @triton.jit(do_not_specialize=["length", "experts"])
-def _forward_kernel(
+def _router_forward_kernel(
     logits, bias, real, scores, ids, weights, chosen, total, shares, parts, hits, length, experts, route_scale,
     SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUP_LANES: tl.constexpr, SIZE_LANES: tl.constexpr,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZE: tl.constexpr, MASKED: tl.constexpr,
@@ -289,7 +289,7 @@ def _balance_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "experts"])
-def _backward_kernel(
+def _router_backward_kernel(
     scores, ids, chosen, total, shares, frequency, tokens, dweights, dbalance, real, dlogits, length, experts, route_scale,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,

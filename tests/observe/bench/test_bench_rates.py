@@ -78,7 +78,7 @@ def test_a_breakdown_by_hand() -> None:
         ("wgrad_kernel", "GEMM"),
         ("_gemm_kernel", "GEMM"),
         ("_columns_kernel", "casts"),
-        ("_backward_kernel", "norm, SwiGLU, RoPE, residual"),
+        ("_norm_backward_kernel", "norm, SwiGLU, RoPE, residual"),
         ("triton_poi_fused_add_silu_3", "fused by torch.compile"),
         ("transformer_engine::block_scaled_1d_cast_transpose_kernel<bool>", "casts"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
@@ -92,7 +92,7 @@ def test_kernels_have_kinds(name: str, kind: str) -> None:
 
 def test_every_kernel_of_this_package_has_the_kind_of_its_folder() -> None:
     assert set(own_kernels().values()) <= set(FOLDERS.values())
-    assert own_kernels()["_quantize_kernel"] == "casts"
+    assert (own_kernels()["_both_kernel"], own_kernels()["_update_kernel"]) == ("casts", "optimizer")
 
 
 def test_long_names_are_cut() -> None:
