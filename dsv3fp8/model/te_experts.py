@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.kernels.swiglu.reference import backward, forward
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.experts import RoutedExperts
 from dsv3fp8.model.te import Borrower, TECodes, new_module
@@ -89,13 +89,21 @@ class _Pick(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up * weight of h [rows, 2F] = [gate | up], op by op in BF16 as plain PyTorch has it; weight fp32 [rows]."""
+
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(h, weight)
-        return forward(h, h.dtype, weight)
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate).mul_(up).mul_(weight[:, None].to(h.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = ctx.saved_tensors
-        return backward(h, dout, h.dtype, weight)
+        gate, up = h.chunk(2, -1)
+        silu = F.silu(gate)
+        dweight = (dout * silu).mul_(up).sum(-1, dtype=torch.float32)
+        dact = dout * weight[:, None].to(h.dtype)
+        dh = torch.cat((torch.ops.aten.silu_backward(dact * up, gate), silu.mul_(dact)), -1)
+        return dh, dweight
