@@ -86,18 +86,18 @@ def combine(rows: Tensor, slot: Tensor, weights: Tensor | None = None) -> Tensor
     return _exchange(slot.device, slot.shape[1], 1, rows.dtype).combine(rows, slot, weights)
 
 
-def weigh(dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _exchange(copy.device, weights.shape[1], 1, dy.dtype).weigh(dy, copy, weights, out, dtype)
+def weigh(dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _exchange(copy.device, slot.shape[1], 1, dy.dtype).weigh(dy, copy, slot, weights, out, dtype)
 
 
 def weigh_cast(
-    dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
+    dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, Tensor]:
-    kernels = _exchange(copy.device, weights.shape[1], 1, dy.dtype, fmt)
+    kernels = _exchange(copy.device, slot.shape[1], 1, dy.dtype, fmt)
     if kernels is not exchange_reference and flush.active_meter() is not None:
         # The kernel's cast counts nothing; the reference counts, and nothing else of it is taken.
-        exchange_reference.weigh_cast(dy, copy, weights, out, fmt, kind)
-    return kernels.weigh_cast(dy, copy, weights, out, fmt, kind)
+        exchange_reference.weigh_cast(dy, copy, slot, weights, out, fmt, kind)
+    return kernels.weigh_cast(dy, copy, slot, weights, out, fmt, kind)
 
 
 def choose_residual(*given: Tensor) -> Choice:

@@ -173,15 +173,14 @@ def _combine_backward(
     assert output is not None
     # Each copy of dY * gate is cast before it travels; what leaves is per copy, so it is already in row order.
     quantized, rides = call.down.gemm.gradient.quantized, call.down.rides("gradient")
-    given = (dy, plan.copy, weights, output)
+    given = (dy, plan.copy, plan.slot, weights, output)
     copies: Operand
     if rides and moe.choose_exchange(dy.device, weights.shape[1], dtype=dy.dtype, fmt=rides[0]).backend == "triton":
-        copies, dots = moe.weigh_cast(*given, *rides)
+        copies, dweights = moe.weigh_cast(*given, *rides)
         weighted = moe.weigh(*given, torch.float32)[0] if node else None
     else:
-        weighted, dots = moe.weigh(*given, widened(dy.dtype) if quantized else dy.dtype)
+        weighted, dweights = moe.weigh(*given, widened(dy.dtype) if quantized else dy.dtype)
         copies = call.down.quantize("gradient", weighted, 1)
-    dweights = collect_copies(dots, plan)
     if node:
         _report_combine_backward(node.at("combine"), plan, weighted, copies, copies, dweights)
     return copies, dweights

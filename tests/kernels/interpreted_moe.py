@@ -109,7 +109,7 @@ def test_backward_of_a_combine_that_weighs(kind: str, cols: int) -> None:
     made = exchange_reference.lay_out(ids, 5, real, capacity(150, 3, 5))
     dy, weights = torch.randn(150, cols, generator=generator).bfloat16(), torch.rand(150, 3, generator=generator)
     out = torch.where((made.copy >= 0)[:, None], torch.randn(len(made.copy), cols, generator=generator), 0).bfloat16()
-    given_all = (dy, made.copy, weights, out)
+    given_all = (dy, made.copy, made.slot, weights, out)
     ours, theirs = (kernels.weigh_cast(*given_all, E4M3, kind) for kernels in (exchange, exchange_reference))
     check(ours[0], theirs[0])
     assert torch.allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-5)

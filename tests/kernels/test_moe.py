@@ -66,15 +66,15 @@ def launches(cols: int) -> dict[str, Callable[[], object]]:
         "dispatch bf16": lambda: exchange.dispatch(x, copy, slot),
         "pick": lambda: exchange.pick(weights, copy), "combine": lambda: exchange.combine(out, slot),
         "combine weighted": lambda: exchange.combine(out, slot, weights),
-        "weigh": lambda: exchange.weigh(x, copy, weights, out, x.dtype),
-        "weigh cast": lambda: exchange.weigh_cast(x, copy, weights, out, E4M3, "pow2"),
+        "weigh": lambda: exchange.weigh(x, copy, slot, weights, out, x.dtype),
+        "weigh cast": lambda: exchange.weigh_cast(x, copy, slot, weights, out, E4M3, "pow2"),
         "residual": lambda: residual.forward(x, x, x), "residual fp32": lambda: residual.forward(x, x.float()),
         "route V3": lambda: [launch() for launch in routed(V3, 256)],
         "route V2-Lite": lambda: [launch() for launch in routed(V2_LITE, 64)],
     }  # fmt: skip
 
 
-WIDTHS = [(case, cols) for case in launches(128) for cols in (1, 24, 1024, 7168) if cols == 1024 or case not in NO_WIDTH]
+WIDTHS = [(case, cols) for case in launches(128) for cols in (24, 200, 1024, 7168) if cols == 1024 or case not in NO_WIDTH]
 
 
 @pytest.mark.parametrize(("case", "cols"), WIDTHS)
@@ -106,7 +106,7 @@ def test_fifty_numbers_of_tokens_run_the_same_kernels(compiled: list[Any]) -> No
         exchange.dispatch(x, made.copy, made.slot)
         exchange.pick(weights, made.copy)
         exchange.combine(out, made.slot)
-        exchange.weigh_cast(x, made.copy, weights, out, E4M3, "fp32")
+        exchange.weigh_cast(x, made.copy, made.slot, weights, out, E4M3, "fp32")
         residual.forward(x, x, x)
         logits = torch.zeros(tokens, 8)
         _, _, kept = router.forward(logits, logits.new_zeros(8), dataclasses.replace(V2_LITE, top_k=2), 1, None)
@@ -177,7 +177,7 @@ def test_on_a_gpu_what_travels_equals_the_reference_to_the_bit(
     for given in (None, weights):
         assert torch.equal(exchange.combine(rows, made.slot, given), exchange_reference.combine(rows, made.slot, given))
     assert torch.equal(exchange.pick(weights, made.copy), exchange_reference.pick(weights, made.copy))
-    given_all = (x, made.copy, weights, rows)
+    given_all = (x, made.copy, made.slot, weights, rows)
     ours, theirs = (kernels.weigh_cast(*given_all, E4M3, "pow2") for kernels in (exchange, exchange_reference))
     check(ours[0], theirs[0])
     assert torch.allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-3)
@@ -233,7 +233,7 @@ def test_on_a_gpu_forty_times_the_same_gives_one_result() -> None:
         rows = exchange.dispatch(x, made.copy, made.slot)
         assert isinstance(rows, Tensor)
         parts = routed(router, logits, V3, 1, real)
-        _, dots = exchange.weigh(x, made.copy, parts["weights"], rows, x.dtype)
+        _, dots = exchange.weigh(x, made.copy, made.slot, parts["weights"], rows, x.dtype)
         result = [*made, rows, exchange.combine(rows, made.slot, parts["weights"]), dots, *parts.values()]
         first = first or result
         for one, other in zip(first, result, strict=True):

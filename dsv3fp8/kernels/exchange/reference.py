@@ -94,21 +94,21 @@ def combine(rows: Tensor, slot: Tensor, weights: Tensor | None = None) -> Tensor
     return total.to(rows.dtype)
 
 
-def weigh(dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Backward of a combine that weighs: (dY [T, D] of each row times its weight [T, K], in dtype; dY . out, fp32 [rows]).
+def weigh(dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Backward of a combine that weighs: (dY [T, D] of each row times its weight [T, K], in dtype; the weights' gradient).
 
     out: [rows, D], what was combined.
     """
-    given = torch.where((copy >= 0)[:, None], wide(dy)[_token(copy, weights.shape[1])], 0)
-    return (given * pick(weights, copy)[:, None]).to(dtype), (given * wide(out)).sum(-1)
+    given = torch.where((copy >= 0)[:, None], wide(dy)[_token(copy, slot.shape[1])], 0)
+    return (given * pick(weights, copy)[:, None]).to(dtype), pick((given * wide(out)).sum(-1), slot)
 
 
 def weigh_cast(
-    dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
+    dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, Tensor]:
     """`weigh` with its first result cast in 1x128 tiles."""
-    weighted, dots = weigh(dy, copy, weights, out, widened(dy.dtype))
-    return quantize(weighted, fmt, ROW_128, kind), dots
+    weighted, dweights = weigh(dy, copy, slot, weights, out, widened(dy.dtype))
+    return quantize(weighted, fmt, ROW_128, kind), dweights
 
 
 def _token(copy: Tensor, top_k: int) -> Tensor:

@@ -113,20 +113,21 @@ def combine(rows: Tensor, slot: Tensor, weights: Tensor | None = None) -> Tensor
     return out
 
 
-def weigh(dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def weigh(dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`reference.weigh`."""
     weighted = torch.empty(len(copy), dy.shape[1], dtype=dtype, device=dy.device)
-    return weighted, _launch_weigh(dy, copy, weights, out, weighted, None, {"LIMIT": 0.0, "LIMIT_BITS": 0, "POW2": False})
+    no_cast = {"LIMIT": 0.0, "LIMIT_BITS": 0, "POW2": False}
+    return weighted, _launch_weigh(dy, copy, slot, weights, out, weighted, None, no_cast)
 
 
 def weigh_cast(
-    dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
+    dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, Tensor]:
     """`reference.weigh_cast`."""
-    _refuse(reason_against(weights.shape[1], dtype=dy.dtype, fmt=fmt))
+    _refuse(reason_against(slot.shape[1], dtype=dy.dtype, fmt=fmt))
     cast = row_tiles(len(copy), dy.shape[1], fmt, kind, dy.device)
-    dots = _launch_weigh(dy, copy, weights, out, cast.codes, cast.scale, {**limits(fmt), "POW2": kind == "pow2"})
-    return cast, dots
+    of_cast = {**limits(fmt), "POW2": kind == "pow2"}
+    return cast, _launch_weigh(dy, copy, slot, weights, out, cast.codes, cast.scale, of_cast)
 
 
 def _launch_dispatch(
@@ -148,16 +149,20 @@ def _launch_dispatch(
 
 
 def _launch_weigh(
-    dy: Tensor, copy: Tensor, weights: Tensor, out: Tensor, into: Tensor, scale: Tensor | None, cast: dict[str, float | int]
-) -> Tensor:
-    _refuse(reason_against(weights.shape[1], dtype=dy.dtype))
+    dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, into: Tensor, scale: Tensor | None,
+    cast: dict[str, float | int],
+) -> Tensor:  # fmt: skip
+    _refuse(reason_against(slot.shape[1], dtype=dy.dtype))
     dy, out = _dense_rows(dy), _dense_rows(out)
-    rows, cols = into.shape
-    partial = torch.empty(ceil_div(cols, 128), rows, dtype=torch.float32, device=dy.device)
+    (rows, cols), (tokens, top_k) = into.shape, slot.shape
+    tiles = min(8, triton.next_power_of_2(ceil_div(cols, 128)))
+    together, chunks = 32 // tiles, ceil_div(cols, 128 * tiles)
+    partial = torch.empty(chunks, tokens, top_k, dtype=torch.float32, device=dy.device)
     if into.numel():
-        _weigh_kernel[(rows // 32 * ceil_div(cols, 128),)](
-            dy, copy, weights.contiguous(), out, into, partial if scale is None else scale, partial, rows, cols, dy.stride(0),
-            out.stride(0), weights.shape[1], CAST=scale is not None, **cast, num_warps=4, **_EXACT,
+        _weigh_kernel[(rows // _INERT + ceil_div(tokens, together) * chunks,)](
+            dy, copy, slot.contiguous(), weights.contiguous(), out, into, partial if scale is None else scale, partial, tokens,
+            rows, cols, dy.stride(0), out.stride(0), TOP_K=top_k, CAST=scale is not None, TOKENS=together, TILES=tiles,
+            INERT=_INERT, **cast, num_warps=4, **_EXACT,
         )  # fmt: skip
     return partial.sum(0)
 
@@ -281,7 +286,7 @@ def _scales(x_scale, held, row, out_scale, rows, stride_r, stride_c, grid_cols, 
 @triton.jit
 def _zeros(held, row, out, width, INERT: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros in those of these rows that are inert."""
-    nothing = tl.zeros([INERT, BLOCK], out.dtype.element_ty)
+    nothing = tl.zeros([INERT, BLOCK], tl.float32).to(out.dtype.element_ty)
     for first in range(0, width, BLOCK):
         c = first + tl.arange(0, BLOCK)
         tl.store(out + (row[:, None] * width + c[None, :]), nothing, mask=(held < 0)[:, None] & (c < width)[None, :])
@@ -327,29 +332,55 @@ def _combine_kernel(
     tl.store(out + (t.to(tl.int64)[:, None] * cols + c[None, :]), total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["tokens"])
 def _weigh_kernel(
-    dy, copy, weights, out, into, scale, partial, rows, cols, dy_stride, out_stride, top_k,
-    CAST: tl.constexpr, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
+    dy, copy, slot, weights, out, into, scale, partial, tokens, rows, cols, dy_stride, out_stride,
+    TOP_K: tl.constexpr, CAST: tl.constexpr, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr, INERT: tl.constexpr,
 ):  # fmt: skip
-    """dY of the tokens of 32 rows times their weights, 128 columns of it; and its products with `out`, summed."""
-    col_blocks = tl.cdiv(cols, 128)
-    tile = tl.program_id(0) % col_blocks
-    r_in = tl.program_id(0) // col_blocks * 32 + tl.arange(0, 32)
-    r, c = r_in.to(tl.int64), tile * 128 + tl.arange(0, 128)
-    held = tl.load(copy + r)
-    live = held >= 0
-    inside = (c < cols)[None, :]
-    token = (held // top_k).to(tl.int64)
-    given = tl.load(dy + (token[:, None] * dy_stride + c[None, :]), mask=live[:, None] & inside, other=0.0).to(tl.float32)
-    made = tl.load(out + (r[:, None] * out_stride + c[None, :]), mask=live[:, None] & inside, other=0.0).to(tl.float32)
-    first = tile.to(tl.int64) * rows + r
-    tl.store(partial + first, tl.sum(given * made, 1))
-    weighted = given * tl.load(weights + held, mask=live, other=0.0)[:, None]
-    into += r[:, None] * cols + c[None, :]
-    if CAST:
-        scaled, s = scaled_along(weighted, 1, LIMIT, LIMIT_BITS, POW2)
-        tl.store(into, scaled.to(into.dtype.element_ty), mask=inside)
-        tl.store(scale + first, s)
+    """The first programs see to inert rows, the others to TILES tiles of some tokens."""
+    program = tl.program_id(0)
+    if program < rows // INERT:
+        row = program * INERT + tl.arange(0, INERT)
+        held = tl.load(copy + row)
+        if tl.min(held, 0) < 0:
+            _zeros(held, row.to(tl.int64), into, cols, INERT, 128)
+            if CAST:
+                for tile in range(tl.cdiv(cols, 128)):
+                    tl.store(scale + (tile * rows + row), tl.full([INERT], 1.0, tl.float32), mask=held < 0)
     else:
-        tl.store(into, weighted.to(into.dtype.element_ty), mask=inside)
+        _weigh(
+            dy, slot, weights, out, into, scale, partial, program - rows // INERT, tokens, rows, cols, dy_stride, out_stride,
+            TOP_K, CAST, LIMIT, LIMIT_BITS, POW2, TOKENS, TILES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weigh(
+    dy, slot, weights, out, into, scale, partial, program, tokens, rows, cols, dy_stride, out_stride,
+    TOP_K: tl.constexpr, CAST: tl.constexpr, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """dY of a token times the weight of each of its choices, in the choice's row; and its product with what the row had."""
+    chunks = tl.cdiv(cols, TILES * 128)
+    chunk = program % chunks
+    t = program // chunks * TOKENS + tl.arange(0, TOKENS)
+    there = t < tokens
+    tile = chunk * TILES + tl.arange(0, TILES)
+    c = (tile[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+    given = tl.load(dy + (t.to(tl.int64)[:, None, None] * dy_stride + c), mask=there[:, None, None] & (c < cols), other=0.0)
+    given = given.to(tl.float32)
+    for choice in range(TOP_K):
+        row = tl.load(slot + t * TOP_K + choice, mask=there, other=-1)
+        sent = (row >= 0)[:, None, None] & (c < cols)
+        r = row.to(tl.int64)
+        made = tl.load(out + (r[:, None, None] * out_stride + c), mask=sent, other=0.0).to(tl.float32)
+        of_choice = t * TOP_K + choice
+        dots = tl.where(row >= 0, tl.sum(tl.sum(given * made, 2), 1), 0.0)
+        tl.store(partial + chunk.to(tl.int64) * tokens * TOP_K + of_choice, dots, mask=there)
+        weighted = given * tl.load(weights + of_choice, mask=there, other=0.0)[:, None, None]
+        if CAST:
+            weighted, s = scaled_along(weighted, 2, LIMIT, LIMIT_BITS, POW2)
+            at = tile.to(tl.int64)[None, :] * rows + r[:, None]
+            tl.store(scale + at, s, mask=(row >= 0)[:, None] & (tile * 128 < cols)[None, :])
+        tl.store(into + (r[:, None, None] * cols + c), weighted.to(into.dtype.element_ty), mask=sent)
