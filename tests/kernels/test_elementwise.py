@@ -70,7 +70,7 @@ def test_nothing_spills_and_no_division_is_approximate(case: str, cols: int, com
         assert not re.search(r"div\.(full|approx)", kernel.asm["ptx"])
 
 
-@pytest.mark.parametrize(("heads", "nope", "turned", "v_width"), [(1, 1, 2, 1), (2, 16, 8, 24)])
+@pytest.mark.parametrize(("heads", "nope", "turned", "v_width"), [(1, 2, 2, 1), (2, 16, 8, 24)])
 def test_rope_of_small_models_compiles(heads: int, nope: int, turned: int, v_width: int, compiled: list[Any]) -> None:
     """Down to blocks in which a thread has one value."""
     widths = ((heads, nope + turned), (heads, nope + v_width), (turned,))
