@@ -80,13 +80,11 @@ class RMSNorm(Masters):
 
     def forward(self, x: Tensor, readers: Sequence[Reader]) -> tuple[Tensor, list[Activation]]:
         """(rail, norm(x) as each reader takes it)."""
-        casts = [reader.quantizers for reader in readers]
-        cast, keep_y = _shared_cast(casts)
-        rail, y, codes, edges = norm(
-            x, self.weight, self.eps, tuple(reader.gradient for reader in readers), self.name, cast=cast, keep=keep_y
-        )
-        operands = _mint(casts, y, cast, codes)
-        return rail, [Activation(*rest) for rest in zip(edges, operands, self._stashes(x, operands, casts), strict=True)]
+        quantizers, gradients = [reader.quantizers for reader in readers], tuple(reader.gradient for reader in readers)
+        cast, keep_y = _shared_cast(quantizers)
+        rail, y, codes, edges = norm(x, self.weight, self.eps, gradients, self.name, cast=cast, keep=keep_y)
+        operands = _mint(quantizers, y, cast, codes)
+        return rail, [Activation(*rest) for rest in zip(edges, operands, self._stashes(x, operands, quantizers), strict=True)]
 
     def latent(self, x: Tensor, reader: LinearQuantizers, slot: GradientSlot) -> tuple[Activation, Tensor]:
         """(the norm of a down-projection's first columns as its one reader takes it, the columns behind them).
