@@ -100,13 +100,18 @@ def swiglu_backward_cast(
 
 
 def choose_rope(q: Tensor, fmt: Format | None = None) -> Choice:
-    """The backend of RoPE's forward, or of its backward with the casts that ride on it."""
+    """The backend of RoPE's forward and backward; fmt: of the casts that ride on it."""
     return _choice(q.device, "rope", q, fmt)
 
 
 def rope_forward(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kernels = _kernels("rope") if choose_rope(q).backend == "triton" else rope_reference
     return kernels.forward(q, kv, k_rope, cos, sin)
+
+
+def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kernels = _kernels("rope") if choose_rope(dq).backend == "triton" else rope_reference
+    return kernels.backward(dq, dk, dv, cos, sin)
 
 
 def rope_backward_cast(

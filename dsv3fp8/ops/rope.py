@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv3fp8.kernels.elementwise import choose_rope, rope_backward_cast, rope_forward
-from dsv3fp8.kernels.rope.reference import backward
+from dsv3fp8.kernels.elementwise import choose_rope, rope_backward, rope_backward_cast, rope_forward
 from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.ops.stash import edge_of
 from dsv3fp8.precision import ledger
@@ -48,7 +47,7 @@ class _MlaRope(torch.autograd.Function):
             kv_width = dk.shape[-1] - dk_rope.shape[-1] + dv.shape[-1]
             edges = edge_of(dq.shape, dq.dtype, dq.device), edge_of((*dk.shape[:-1], kv_width), dk.dtype, dk.device)
         else:
-            dq_in, dkv, dk_rope = backward(dq, dk, dv, cos, sin)
+            dq_in, dkv, dk_rope = rope_backward(dq, dk, dv, cos, sin)
             edges = dq_in, dkv
         if ctx.node:
             ctx.node.report("backward", dq, {"dq": dq, "dk": dk, "dv": dv}, {"dq": dq_in, "dkv": dkv, "dk_rope": dk_rope})

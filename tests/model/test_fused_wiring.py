@@ -11,11 +11,14 @@ import torch
 from support import RECIPES, build, gradients, nano, recipe, windows
 
 from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels.backend import quantize_both
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
+from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.precision.flush import measure_flush, uncounted
+from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 
 REFERENCES = {"norm": norm_reference, "rope": rope_reference, "swiglu": swiglu_reference}
@@ -104,10 +107,6 @@ def test_under_dsv3_every_fused_kernel_runs_and_no_plain_backward_that_a_cast_fo
 
 
 def test_a_slot_is_filled_once_and_taken_once() -> None:
-    from dsv3fp8.kernels.backend import quantize_both
-    from dsv3fp8.ops.quantizers import LinearQuantizers
-    from dsv3fp8.precision.formats import E4M3, E5M2
-
     given = recipe("hybrid", "ops.kv_b.gradient.tile=row")
     assert GradientSlot(LinearQuantizers(given, "kv_b")).cast is None
     slot = GradientSlot(LinearQuantizers(given, "q_b"))
@@ -128,3 +127,41 @@ def test_a_frozen_weight_behind_a_filled_slot_gets_no_gradient(monkeypatch: pyte
         got = gradients(model, [windows(config)])
     assert [key for key in want if not torch.equal(got[key], want[key])] == []
     assert ledger.find("gate_up", "wgrad") == []
+
+
+# Wide enough for every kernel. The reference attention, which isolated documents take, sums in one order only.
+ON_A_GPU: dict[str, Any] = {
+    "dim": 256, "heads": 2, "q_latent": 144, "kv_latent": 128, "head_nope": 128, "head_rope": 64, "head_v": 128, "ffn": 272,
+    "expert_ffn": 144, "mtp_depth": 0, "context": 256,
+}  # fmt: skip
+
+
+def gradients_on_a_gpu(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+    """Of a dense and a MoE block."""
+    config = nano(**ON_A_GPU)
+    documents = (torch.arange(2 * 201).view(2, 201) // 70).int().cuda()
+    model = build(config, recipe(name, *overrides)).to("cuda")
+    grads = gradients(model, [windows(config, length=200).to("cuda")], [documents])
+    return {key: grad for key, grad in grads.items() if key.startswith("layers.")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "norms_and_up"])
+@pytest.mark.parametrize("name", ["dsv3", "dsv3_pow2", "hybrid"])
+def test_on_a_gpu_a_cast_on_its_own_gives_the_same_bits(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels round to BF16 before they cast: no gradient tells whether a cast rode on the op before it."""
+    want = gradients_on_a_gpu(name, f"recompute={recompute}")
+    monkeypatch.setattr(LinearQuantizers, "rides", lambda *_: None)
+    got = gradients_on_a_gpu(name, f"recompute={recompute}")
+    assert [key for key in want if not torch.equal(got[key], want[key])] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dsv3", "hybrid", "rowwise", "bf16"])
+def test_on_a_gpu_the_kernels_give_the_gradients_of_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for rows that are summed in another order, and what comes of a BF16 value on the other side of a rounding."""
+    got = gradients_on_a_gpu(name)
+    monkeypatch.setattr(elementwise, "against_triton", lambda _: "not asked for")
+    want = gradients_on_a_gpu(name)
+    for key, gradient in want.items():
+        assert torch.nn.functional.cosine_similarity(got[key].flatten(), gradient.flatten(), 0) > 0.9999, key
