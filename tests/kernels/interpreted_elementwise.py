@@ -16,7 +16,7 @@ from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
-from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor
+from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor, values_of
 
 __all__ = ["_as_on_a_gpu"]  # the fixture
 EPS = 1e-6
@@ -116,6 +116,15 @@ def test_swiglu(rows: int, cols: int, weighted: bool, kind: str) -> None:
     for cache in (want[0], h):
         again, wanted = (k.forward_again(cache, torch.bfloat16, weight, E4M3, kind) for k in (swiglu, swiglu_reference))
         near(again, wanted)
+        values = values_of(cache)
+        plain, wanted = swiglu.forward(cache, h.dtype, weight), swiglu_reference.forward(values, h.dtype, weight)
+        same_bf16(plain, wanted)
+        (dh, dweight), (dh_want, dweight_want) = (
+            swiglu.backward(cache, dout, h.dtype, weight), swiglu_reference.backward(values, dout, h.dtype, weight)
+        )  # fmt: skip
+        same_bf16(dh, dh_want)
+        if weight is not None:
+            assert torch.allclose(dweight, dweight_want, rtol=1e-5, atol=1e-4, equal_nan=True)
         ours, theirs = (k.backward_cast(cache, dout, weight, E4M3, kind) for k in (swiglu, swiglu_reference))
         near(ours[0], theirs[0])
         near(ours[1], theirs[1])
@@ -147,6 +156,10 @@ def test_rope(size: tuple[int, ...], kind: str) -> None:
     dq = given(batch, heads, length, nope + turned).transpose(1, 2)
     dk, dv = given(batch, length, heads, nope + turned), given(batch, length, heads, v)
     dq[0, 0, 0, 0], dv[0, 0, 0, 0] = torch.nan, torch.inf
+    got, want = (k.backward(dq, dk, dv, *tables) for k in (rope, rope_reference))
+    for i in range(2):
+        assert torch.equal(got[i].view(torch.int16), want[i].view(torch.int16))
+    same_bf16(got[2], want[2])
     casts = (E4M3, kind), (E5M2, "fp32")
     got, want = (k.backward_cast(dq, dk, dv, *tables, *casts) for k in (rope, rope_reference))
     for i in range(2):

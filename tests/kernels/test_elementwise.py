@@ -33,7 +33,7 @@ from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
 from dsv3fp8.precision import flush
 from dsv3fp8.precision.formats import E4M3
-from dsv3fp8.precision.tiles import COLUMN_128, ROW_128
+from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, values_of
 
 __all__ = ["compiled"]  # the fixture
 EPS = 1e-6
@@ -53,9 +53,12 @@ def launches(cols: int) -> dict[str, Callable[[], object]]:
         "norm backward cast": lambda: norm.backward_cast(x[:, :1536], gamma[:1536], EPS, x[:, :1536], x[:, :64], E4M3, "fp32"),
         "swiglu": lambda: swiglu.forward_cast(h, weight, "fp32", True, E4M3, "fp32"),
         "swiglu again": lambda: swiglu.forward_again(cache, torch.bfloat16, weight, E4M3, "fp32"),
-        "swiglu backward": lambda: swiglu.backward_cast(cache, x, weight, E4M3, "fp32"),
+        "swiglu plain": lambda: swiglu.forward(h, torch.bfloat16, weight),
+        "swiglu backward": lambda: swiglu.backward(h, x, torch.bfloat16, weight),
+        "swiglu backward cast": lambda: swiglu.backward_cast(cache, x, weight, E4M3, "fp32"),
         "rope": lambda: rope.forward(q, kv, k_rope, table, table),
-        "rope backward": lambda: rope.backward_cast(q, q, v, table, table, cast, cast),
+        "rope backward": lambda: rope.backward(q, q, v, table, table),
+        "rope backward cast": lambda: rope.backward_cast(q, q, v, table, table, cast, cast),
     }
 
 
@@ -126,6 +129,8 @@ def test_on_a_gpu_norms_cast_their_bf16_result_to_the_bit(rows: int, cols: int) 
     y, cast = norm.forward_cast(x, gamma, EPS, E4M3, "fp32", True)
     assert y is not None
     check(cast, quantize(y, E4M3, ROW_128))
+    check(norm.forward_cast(x, gamma, EPS, E4M3, "fp32", False)[1], cast)
+    assert torch.equal(norm.forward(x, gamma, EPS), y)
     assert (y != norm_reference.forward(x, gamma, EPS)).float().mean() < 0.005
     dx, dgamma = norm.backward(x, gamma, EPS, [dy, dy.float()], rail)
     want, dgamma_want = norm_reference.backward(x, gamma, EPS, [dy, dy.float()], rail)
@@ -149,6 +154,14 @@ def test_on_a_gpu_swiglu_equals_the_reference_to_the_bit(rows: int, cols: int) -
     check(got[0], want[0])
     check(got[1], want[1])
     assert torch.allclose(got[2], want[2], rtol=1e-4, atol=1e-5 * float(want[2].abs().max()))
+    for given in (h, swiglu_reference.cast_input(h, "fp32")):
+        values = values_of(given)
+        assert torch.equal(swiglu.forward(given, h.dtype, weight), swiglu_reference.forward(values, h.dtype, weight))
+        (dh, dweight), (dh_want, dweight_want) = (
+            swiglu.backward(given, dout, h.dtype, weight), swiglu_reference.backward(values, dout, h.dtype, weight)
+        )  # fmt: skip
+        assert torch.equal(dh, dh_want)
+        assert torch.allclose(dweight, dweight_want, rtol=1e-4, atol=1e-5 * float(dweight_want.abs().max()))
 
 
 @pytest.mark.gpu
@@ -158,6 +171,10 @@ def test_on_a_gpu_rope_equals_the_reference_to_the_bit() -> None:
     tables, cast = (angles.cos(), angles.sin()), (E4M3, "fp32")
     for got, want in zip(*(k.forward(q, kv, k_rope, *tables) for k in (rope, rope_reference)), strict=True):
         assert torch.equal(got, want)
+    got, want = (k.backward(q, q, dv, *tables) for k in (rope, rope_reference))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert (got[2] != want[2]).float().mean() < 0.005
     ours, theirs = (k.backward_cast(q, q, dv, *tables, cast, cast) for k in (rope, rope_reference))
     for i in range(2):
         check(ours[i][0], theirs[i][0])
