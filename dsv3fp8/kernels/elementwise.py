@@ -72,12 +72,20 @@ def norm_backward_cast(
     return _with_casts(choice, "norm", norm_reference, "backward_cast", x, gamma, eps, dy, beside, fmt, kind)
 
 
-def choose_swiglu(h: Operand, fmt: Format | None = None) -> Choice:
-    """The backend of SwiGLU with the casts that ride on it; without fmt nothing is cast, and torch computes it."""
+def choose_swiglu(h: Operand, fmt: Format | None = None, dtype: torch.dtype = torch.bfloat16) -> Choice:
+    """The backend of SwiGLU; fmt: of the casts that ride on it, None where nothing is cast; dtype: what it is rounded to."""
     device = h.codes.device if isinstance(h, QuantizedTensor) else h.device
-    if fmt is None:
-        return Choice("reference", "torch, fp32 arithmetic: no cast rides on it")
-    return _choice(device, "swiglu", h, fmt)
+    return _choice(device, "swiglu", h, fmt, dtype)
+
+
+def swiglu_forward(h: Operand, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+    kernels = _kernels("swiglu") if choose_swiglu(h, dtype=dtype).backend == "triton" else swiglu_reference
+    return kernels.forward(h, dtype, weight)
+
+
+def swiglu_backward(h: Operand, dout: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    covered = dout.dtype == dtype and choose_swiglu(h, dtype=dtype).backend == "triton"
+    return (_kernels("swiglu") if covered else swiglu_reference).backward(h, dout, dtype, weight)
 
 
 def swiglu_forward_cast(

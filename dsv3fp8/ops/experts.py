@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import moe
-from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward_cast
-from dsv3fp8.kernels.swiglu.reference import backward
+from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward, swiglu_backward_cast
 from dsv3fp8.ops import report
 from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies, wire_bytes
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
@@ -28,7 +27,7 @@ from dsv3fp8.ops.swiglu import activate, activate_again, cache_name, report_forw
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.precision.tiles import Operand, QuantizedTensor, values_of
+from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 from dsv3fp8.precision.widen import wide, widened
 
 
@@ -125,7 +124,7 @@ def _swiglu_backward(
     gate_up, groups = call.gate_up, call.plan.groups
     if (cast := gate_up.rides("gradient")) and choose_swiglu(cache, cast[0]).backend == "triton":
         return None, *swiglu_backward_cast(cache, dact, row_weight, *cast)
-    dh, drow = backward(values_of(cache), dact, dact.dtype, row_weight)
+    dh, drow = swiglu_backward(cache, dact, dact.dtype, row_weight)
     along_n = gate_up.quantize("gradient", dh, 1, col_parts=2, groups=groups)
     return dh, along_n, gate_up.other_orientation("gradient", dh, along_n, col_parts=2, groups=groups), drow
 

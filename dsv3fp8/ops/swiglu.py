@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import backend
-from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward_cast, swiglu_forward_again, swiglu_forward_cast
-from dsv3fp8.kernels.swiglu.reference import backward, forward
+from dsv3fp8.kernels.elementwise import (
+    choose_swiglu,
+    swiglu_backward,
+    swiglu_backward_cast,
+    swiglu_forward,
+    swiglu_forward_again,
+    swiglu_forward_cast,
+)
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.slot import GradientSlot
 from dsv3fp8.ops.stash import Activation, Stash, edge_of, keep
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, values_of
+from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor
 
 
 def cache_name(cache: Operand) -> str:
@@ -56,7 +62,7 @@ def activate(
         cached, operand = swiglu_forward_cast(h, weight, cache.scale, recipe.swiglu_input == "cache", *cast)
         return cached, h, operand
     kept: Operand = backend.quantize(h, E4M3, ROW_128, cache.scale, col_parts=2) if cache.format == "e4m3" else h
-    out = forward(values_of(kept) if recipe.swiglu_input == "cache" else h, h.dtype, weight)
+    out = swiglu_forward(kept if recipe.swiglu_input == "cache" else h, h.dtype, weight)
     return kept, out, down.quantize("input", out, 1, groups=groups)
 
 
@@ -67,7 +73,7 @@ def activate_again(
     """The down projection's operand from what was kept. scale: as in `LinearQuantizers.quantize`."""
     if (cast := down.rides("input")) and choose_swiglu(cache, cast[0]).backend == "triton":
         return swiglu_forward_again(cache, dtype, weight, *cast)
-    return down.quantize("input", forward(values_of(cache), dtype, weight), 1, groups=groups, scale=scale)
+    return down.quantize("input", swiglu_forward(cache, dtype, weight), 1, groups=groups, scale=scale)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -85,7 +91,7 @@ class _SwiGLU(torch.autograd.Function):
             along_n, along_tokens, _ = swiglu_backward_cast(cache, dout, None, *slot.cast)
             slot.fill(along_n, along_tokens)
         else:
-            dh, _ = backward(values_of(cache), dout, ctx.dtype)
+            dh, _ = swiglu_backward(cache, dout, ctx.dtype)
         if ctx.node:
             ctx.node.report("backward", dout, {cache_name(cache): cache, "dact": dout}, {"dh": dh})
         return edge_of(cache.shape, ctx.dtype, dout.device) if dh is None else dh, None, None, None

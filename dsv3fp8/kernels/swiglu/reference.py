@@ -17,18 +17,18 @@ LOWEST_GATE = -87.0
 """Where sigmoid stops falling: 1 + exp(87) has a normal reciprocal. What this changes is below 2e-38 |gate|."""
 
 
-def forward(h: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
+def forward(h: Operand, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
     """h [T, 2F] = [gate | up] -> silu(gate) * up (* weight [T], fp32), [T, F] in dtype, one rounding."""
-    gate, up = wide(h).chunk(2, -1)
+    gate, up = wide(values_of(h)).chunk(2, -1)
     out = gate * _sigmoid(gate) * up
     if weight is not None:
         out = out * weight[:, None]
     return out.to(dtype)
 
 
-def backward(h: Tensor, dout: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def backward(h: Operand, dout: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(dh [T, 2F] in dtype, gradient of weight [T] in fp32) from SwiGLU's input as it was read in forward."""
-    gate, up = wide(h).chunk(2, -1)
+    gate, up = wide(values_of(h)).chunk(2, -1)
     grad = wide(dout)
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
@@ -50,20 +50,20 @@ def forward_cast(
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """(h as `cast_input` keeps it, SwiGLU's BF16 output in 1x128 tiles); through_cache: SwiGLU reads h through its cast."""
     cache = cast_input(h, cache_kind)
-    out = forward(cache.decode() if through_cache else h, h.dtype, weight)
+    out = forward(cache if through_cache else h, h.dtype, weight)
     return cache, quantize(out, fmt, ROW_128, kind)
 
 
 def forward_again(cache: Operand, dtype: torch.dtype, weight: Tensor | None, fmt: Format, kind: str) -> QuantizedTensor:
     """SwiGLU's output in 1x128 tiles from its input as kept, rounded to dtype before the cast as in forward."""
-    return quantize(forward(values_of(cache), dtype, weight), fmt, ROW_128, kind)
+    return quantize(forward(cache, dtype, weight), fmt, ROW_128, kind)
 
 
 def backward_cast(
     cache: Operand, dout: Tensor, weight: Tensor | None, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, QuantizedTensor, Tensor | None]:
     """(dh in dout's type cast in 1x128 tiles, the same in 128x1 tiles, both halves on their own; gradient of weight)."""
-    dh, dweight = backward(values_of(cache), dout, dout.dtype, weight)
+    dh, dweight = backward(cache, dout, dout.dtype, weight)
     return quantize(dh, fmt, ROW_128, kind, col_parts=2), quantize(dh, fmt, COLUMN_128, kind, col_parts=2), dweight
 
 
