@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -122,8 +122,10 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
 
     fprop, dgrad: a [rows, K] and the weights [E, N, K]; wgrad: dy [rows, N] and x [rows, K].
     """
+    if not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
+        return _choose_plain_groups(a, b, gemm, out_dtype)
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        return Choice("loop", f"{_LOOP}not quantized")
+        return Choice("loop", f"{_LOOP}one operand only is quantized")
     against = hopper_reason(a.codes.device)
     if against is None and spec.accumulator == "fp32":
         against = "accumulator: fp32 was asked for"
@@ -141,21 +143,37 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
     return Choice("loop", f"{_LOOP}{against}")
 
 
+def _choose_plain_groups(a: Tensor, b: Tensor, gemm: str, out_dtype: torch.dtype) -> Choice:
+    against = against_triton(a.device)
+    if against is None:
+        from dsv3fp8.kernels.gemm.bf16 import triton as grouped_bf16
+
+        against = grouped_bf16.reason_against(a, b, out_dtype, gemm)
+    if against is None:
+        return Choice("triton" if gemm == "wgrad" else "torch", "not quantized: one launch for all experts, fp32 sums")
+    return Choice("loop", f"{_LOOP}not quantized; {against}")
+
+
 def grouped_rows(
-    a: Operand, weights: Operand, groups: Tensor, out_dtype: torch.dtype, spec: GemmSpec, gemm: str
+    a: Operand, weights: Operand, groups: Tensor, blocks: Tensor, out_dtype: torch.dtype, spec: GemmSpec, gemm: str
 ) -> Tensor | None:
     """a [rows, K] times the weights [E, N, K]^T of each row's expert -> [rows, N] in one launch; None where it takes a loop.
 
-    groups: int64 [rows / 128], the expert of each block of 128 rows.
+    groups: int64 [rows / 128], the expert of each block of 128 rows. blocks: int32 [E + 1], as in `grouped_wgrad`.
     """
-    if choose_grouped(a, weights, spec, gemm, out_dtype).backend != "gluon":
+    backend = choose_grouped(a, weights, spec, gemm, out_dtype).backend
+    if backend == "loop":
         return None
+    if (log := ledger.active()) is not None:
+        log.note_kernel(spec.op, gemm, backend, a, weights)
+    if not (isinstance(a, QuantizedTensor) and isinstance(weights, QuantizedTensor)):
+        from dsv3fp8.kernels.gemm.bf16 import triton as grouped_bf16
+
+        assert isinstance(a, Tensor)
+        assert isinstance(weights, Tensor)
+        return grouped_bf16.grouped_rows(a, weights, blocks)
     from dsv3fp8.kernels.gemm.gluon import grouped
 
-    assert isinstance(a, QuantizedTensor)
-    assert isinstance(weights, QuantizedTensor)
-    if (log := ledger.active()) is not None:
-        log.note_kernel(spec.op, gemm, "gluon", a, weights)
     return grouped.grouped_rows(a, weights, groups, out_dtype)
 
 
@@ -167,14 +185,19 @@ def grouped_wgrad(
     blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last. into: what the products are
     added to, and then is the result.
     """
-    if choose_grouped(dy, x, spec, "wgrad", out_dtype).backend != "gluon":
+    backend = choose_grouped(dy, x, spec, "wgrad", out_dtype).backend
+    if backend == "loop":
         return None
+    if (log := ledger.active()) is not None:
+        log.note_kernel(spec.op, "wgrad", backend, dy, x)
+    if not (isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor)):
+        from dsv3fp8.kernels.gemm.bf16 import triton as grouped_bf16
+
+        assert isinstance(dy, Tensor)
+        assert isinstance(x, Tensor)
+        return grouped_bf16.grouped_wgrad(dy, x, blocks, into)
     from dsv3fp8.kernels.gemm.gluon import grouped
 
-    assert isinstance(dy, QuantizedTensor)
-    assert isinstance(x, QuantizedTensor)
-    if (log := ledger.active()) is not None:
-        log.note_kernel(spec.op, "wgrad", "gluon", dy, x)
     return grouped.grouped_wgrad(dy, x, blocks, into)
 
 
@@ -388,7 +411,7 @@ def explain(
 def _in_groups(alone: Choice, left: Operand, right: Operand, spec: GemmSpec, gemm: str) -> Choice:
     """The choice for experts, whose GEMMs one launch may take together; alone: the choice for one of them."""
     if gemm == "wgrad":
-        left, right = (x.transposed() if isinstance(x, QuantizedTensor) else x for x in (left, right))
+        left, right = (x.transposed() if isinstance(x, QuantizedTensor) else x.mT for x in (left, right))
     out_dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
     together = choose_grouped(left, right, spec, gemm, out_dtype)
     if together.backend != "loop":
@@ -411,7 +434,7 @@ def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:
                 name = f"quantize {role.format} {tile}" + (f" {role.scaling}" if kept else "")
                 rows[name] = choose_quantize(device, role.storage, tile, scale=given if kept else None)
         if spec.input.quantized and spec.input.tile == "1x128":
-            sample = _sample(spec.input, device)
+            sample = _sample(spec.input, 128, 128, device=device, plain=torch.float32)
             assert isinstance(sample, QuantizedTensor)
             tile = spec.input.tile_along(0)
             rows[f"re-tile {spec.input.format} {sample.tile} to {tile}"] = choose_quantize(
@@ -427,26 +450,23 @@ _SUMMED_IN_FP32 = {("out", "fprop"), ("q", "dgrad"), ("q_a", "dgrad"), ("kv_a", 
 def _sample_gemms(spec: GemmSpec, device: torch.device, shape: tuple[int, int]) -> dict[str, tuple[Operand, Operand]]:
     """Operands of the sizes and tiles of the real ones, 128 tokens: a fused projection's outputs are tiled in two parts."""
     (inputs, outputs), parts, tokens = shape, 2 if spec.op.endswith("gate_up") else 1, 128
-    x = _sample(spec.input, device, tokens, inputs)
+    sample = partial(_sample, device=device, plain=torch.bfloat16 if spec.compute == "bf16" else torch.float32)
     return {
-        "fprop": (x, _sample(spec.weight, device, outputs, inputs, row_parts=parts)),
+        "fprop": (sample(spec.input, tokens, inputs), sample(spec.weight, outputs, inputs, row_parts=parts)),
         "dgrad": (
-            _sample(spec.gradient, device, tokens, outputs, col_parts=parts),
-            _sample(spec.weight, device, inputs, outputs, col_parts=parts),
+            sample(spec.gradient, tokens, outputs, col_parts=parts),
+            sample(spec.weight, inputs, outputs, col_parts=parts),
         ),
-        "wgrad": (
-            _sample(spec.gradient, device, outputs, tokens, row_parts=parts),
-            _sample(spec.input, device, inputs, tokens),
-        ),
+        "wgrad": (sample(spec.gradient, outputs, tokens, row_parts=parts), sample(spec.input, inputs, tokens)),
     }
 
 
 def _sample(
-    spec: OperandSpec, device: torch.device, rows: int = 128, cols: int = 128, row_parts: int = 1, col_parts: int = 1
+    spec: OperandSpec, rows: int, cols: int, *, device: torch.device, plain: torch.dtype, row_parts: int = 1, col_parts: int = 1
 ) -> Operand:
-    """An operand of one row's memory: what chooses reads formats, tiles, sizes and strides."""
+    """An operand of one row's memory: what chooses reads formats, tiles, sizes and strides. plain: its dtype, not quantized."""
     if not spec.quantized:
-        return torch.empty(cols, device=device).expand(rows, cols)
+        return torch.empty(cols, dtype=plain, device=device).expand(rows, cols)
     tile = spec.tile_along(1)
     row_parts, col_parts = (1 if tile.rows is None else row_parts), (1 if tile.cols is None else col_parts)
     codes = torch.empty(cols, dtype=spec.storage.dtype, device=device).expand(rows, cols)

@@ -23,7 +23,7 @@ from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 def grouped_rows(a: Operand, weights: Operand, plan: Plan, out_dtype: torch.dtype, spec: GemmSpec, gemm: str) -> Tensor:
     """fprop and dgrad: a [rows, K] times each expert's weights [E, N, K]^T -> [rows, N]; inert rows are zero."""
-    together = backend.grouped_rows(a, weights, plan.groups, out_dtype, spec, gemm)
+    together = backend.grouped_rows(a, weights, plan.groups, plan.blocks, out_dtype, spec, gemm)
     if together is not None:
         if (log := ledger.active()) is not None:
             for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):

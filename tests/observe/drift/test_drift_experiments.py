@@ -220,7 +220,7 @@ def test_experts_in_one_launch_give_the_operands_of_one_expert(
 ) -> None:
     """A kernel for all experts is handed stacked weights and all rows; what is kept is one expert's, as from a loop."""
 
-    def rows_together(a: Any, weights: Any, groups: Any, out_dtype: Any, spec: Any, gemm: str) -> torch.Tensor:
+    def rows_together(a: Any, weights: Any, groups: Any, blocks: Any, out_dtype: Any, spec: Any, gemm: str) -> torch.Tensor:
         if (log := ledger.active()) is not None:
             log.note_kernel(spec.op, gemm, "together", a, weights)
         blocks = [(a.rows(128 * i, 128 * i + 128).decode(), weights[int(e)].decode()) for i, e in enumerate(groups)]
