@@ -1,10 +1,11 @@
 """The exchange in Triton: where copies go in two launches, dispatch and combine in one each, nothing read by the host.
 
-Bit for bit the reference; the dot products of `weigh` alone are sums in another order, over tiles of 128 columns. Counts are
-integers and every row has one writer: no atomics.
+Bit for bit the reference; the gate weights' gradient of `weigh` alone is a sum in another order. Counts are integers and every
+row has one writer: no atomics.
 
 Bytes, each once: dispatch reads a token's codes and writes its K copies, and zeros in inert rows; combine reads K rows of a
-token and writes one. Scales are stored with the rows contiguous, as the GEMMs read them.
+token and writes one; weigh reads dY of a token and K rows, and writes K. Scales are stored with the rows contiguous, as the
+GEMMs read them.
 """
 
 from __future__ import annotations
