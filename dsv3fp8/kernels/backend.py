@@ -182,8 +182,8 @@ def grouped_wgrad(
 ) -> Tensor | None:
     """Per expert dy [rows, N]^T times x [rows, K] -> [E, N, K] in one launch; None where it takes a loop.
 
-    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last. into: what the products are
-    added to, and then is the result.
+    blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last. into: a sum that a kernel may add
+    the products to; then the result is that.
     """
     backend = choose_grouped(dy, x, spec, "wgrad", out_dtype).backend
     if backend == "loop":
@@ -195,7 +195,7 @@ def grouped_wgrad(
 
         assert isinstance(dy, Tensor)
         assert isinstance(x, Tensor)
-        return grouped_bf16.grouped_wgrad(dy, x, blocks, into)
+        return grouped_bf16.grouped_wgrad(dy, x, blocks)
     from dsv3fp8.kernels.gemm.gluon import grouped
 
     return grouped.grouped_wgrad(dy, x, blocks, into)

@@ -50,7 +50,7 @@ def test_rows_of_minus_infinity_have_no_logarithm() -> None:
     assert cross_entropy.forward(logits, torch.tensor([0]))[1].tolist() == [-torch.inf]
 
 
-@pytest.mark.parametrize(("vocabulary", "cols", "tokens"), [(1, 1, 1), (7, 130, 90), (40, 16, 33), (5, 8, 0)])
+@pytest.mark.parametrize(("vocabulary", "cols", "tokens"), [(1, 1, 1), (7, 130, 90), (40, 16, 33), (5, 8, 0), (2, 9, 401)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_embedding(vocabulary: int, cols: int, tokens: int, dtype: torch.dtype) -> None:
     """Ids that repeat often and ids that are absent; ids and gradients with strides."""

@@ -20,16 +20,14 @@ from dsv3fp8.kernels.gemm.bf16 import triton as grouped_bf16
 __all__ = ["compiled"]  # the fixture
 
 
-@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1024, 512), (48, 80)])
-def test_wgrad_runs_on_tensor_cores_without_spills(added: bool, n: int, k: int, compiled: list[Any], tmp_path: Path) -> None:
-    into = torch.zeros(3, n, k) if added else None
+def test_wgrad_runs_on_tensor_cores_without_spills(n: int, k: int, compiled: list[Any], tmp_path: Path) -> None:
     blocks = torch.zeros(4, dtype=torch.int32)
-    grouped_bf16.grouped_wgrad(torch.zeros(256, n).bfloat16(), torch.zeros(256, k).bfloat16(), blocks, into)
+    grouped_bf16.grouped_wgrad(torch.zeros(256, n).bfloat16(), torch.zeros(256, k).bfloat16(), blocks)
     (kernel,) = compiled
     used = resources(kernel, tmp_path)
     assert (used["STACK"], used["LOCAL"]) == (0, 0)
-    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16\.f32\.bf16\.bf16", kernel.asm["ptx"])
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n256k16\.f32\.bf16\.bf16", kernel.asm["ptx"])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,4 @@ def test_on_a_gpu_groups_are_multiplied_apart(n: int, k: int, counts: list[int])
     got = grouped_bf16.grouped_wgrad(dy, x, blocks)
     want = torch.stack([dy[ends[e] : ends[e + 1]].float().mT @ x[ends[e] : ends[e + 1]].float() for e in range(experts)])
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
-    so_far = torch.randn(experts, n, k, device="cuda")
-    total = so_far.clone()
-    assert grouped_bf16.grouped_wgrad(dy, x, blocks, total) is total
-    assert torch.equal(total, so_far + got)
+    assert torch.equal(got, grouped_bf16.grouped_wgrad(dy, x, blocks))

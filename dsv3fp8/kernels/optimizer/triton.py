@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv3fp8.precision.tiles import ceil_div
 
 _EXACT = {"enable_fp_fusion": False}  # fma only where it is written
-_BLOCK = 2048  # parameters of a program: four quadruples in each thread of four warps
+_BLOCK = 512  # parameters of a program: four in each thread of four warps, so that many programs wait for memory at once
 _ALIGNED = 16  # bytes that a thread reads at once
 
 

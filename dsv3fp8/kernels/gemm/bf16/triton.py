@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dsv3fp8.precision.tiles import ceil_div
 
-# Of a weight's gradient, eight warps: 128 sums in each thread, or 64 where as many old values have to be read beside them.
-_TILE, _TILE_ADDED = (128, 256), (128, 128)
+_TILE = (128, 256)  # of a weight's gradient: 128 sums in each thread of eight warps, too many to add to the old ones there
 _ROWS = 64  # tokens that are multiplied at once
 
 
@@ -43,19 +42,15 @@ def grouped_rows(a: Tensor, weights: Tensor, blocks: Tensor) -> Tensor:
     return out
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, blocks: Tensor, into: Tensor | None = None) -> Tensor:
-    """Per expert dy [rows, N]^T times x [rows, K] -> fp32 [E, N, K]; zeros for an expert without rows.
-
-    into: what the products are added to, contiguous, and then is the result.
-    """
+def grouped_wgrad(dy: Tensor, x: Tensor, blocks: Tensor) -> Tensor:
+    """Per expert dy [rows, N]^T times x [rows, K] -> fp32 [E, N, K]; zeros for an expert without rows."""
     experts, n, k = blocks.numel() - 1, dy.shape[1], x.shape[1]
-    out = torch.empty(experts, n, k, dtype=torch.float32, device=dy.device) if into is None else into
+    out = torch.empty(experts, n, k, dtype=torch.float32, device=dy.device)
     if out.numel():
-        tile_n, tile_k = _TILE if into is None else _TILE_ADDED
-        n_tiles, k_tiles = ceil_div(n, tile_n), ceil_div(k, tile_k)
+        n_tiles, k_tiles = ceil_div(n, _TILE[0]), ceil_div(k, _TILE[1])
         _wgrad_kernel[(experts * n_tiles * k_tiles,)](
-            dy.contiguous(), x.contiguous(), out, blocks, n, k, n_tiles, k_tiles, ADD=into is not None,
-            TILE_N=tile_n, TILE_K=tile_k, ROWS=_ROWS, num_warps=8, num_stages=3,
+            dy.contiguous(), x.contiguous(), out, blocks, n, k, n_tiles, k_tiles,
+            TILE_N=_TILE[0], TILE_K=_TILE[1], ROWS=_ROWS, num_warps=8, num_stages=3,
         )  # fmt: skip
     return out
 
@@ -73,8 +68,7 @@ def _clear_kernel(out, blocks, experts, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _wgrad_kernel(
-    dy, x, out, blocks, n, k, n_tiles, k_tiles,
-    ADD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr,
+    dy, x, out, blocks, n, k, n_tiles, k_tiles, TILE_N: tl.constexpr, TILE_K: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     tile = tl.program_id(0) % (n_tiles * k_tiles)
     expert = tl.program_id(0) // (n_tiles * k_tiles)
@@ -92,6 +86,4 @@ def _wgrad_kernel(
         x_at += ROWS * k
     at = out + (expert.to(tl.int64) * n * k + rn.to(tl.int64)[:, None] * k + rk[None, :])
     inside = (rn < n)[:, None] & (rk < k)[None, :]
-    if ADD:
-        acc += tl.load(at, mask=inside, other=0.0)
     tl.store(at, acc, mask=inside)
