@@ -157,7 +157,8 @@ def _rstd(values, eps, COLS: tl.constexpr):
 
 @triton.jit
 def _row_sum(values):
-    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] * values.shape[2])), 1)
+    """[ROWS] of [ROWS, TILES, 128]: dimension by dimension, because Triton 3.6 adds the wrong lanes of some reshaped blocks."""
+    return tl.sum(tl.sum(values, 2), 1)
 
 
 @triton.jit
