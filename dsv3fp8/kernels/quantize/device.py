@@ -6,6 +6,8 @@ tl.max drops NaN), so that neither NaN nor inf is lost.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -130,6 +132,7 @@ def _code(scaled, E5M2: tl.constexpr):
     return code.to(tl.uint8, bitcast=True).to(tl.int32)
 
 
+@cache  # asked for at every launch
 def limits(fmt: Format) -> dict[str, float | int]:
     """The constants of a format that the device functions take."""
     return {"LIMIT": fmt.max, "LIMIT_BITS": int(torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32))}
