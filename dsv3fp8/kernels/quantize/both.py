@@ -39,7 +39,8 @@ def quantize_both(source: Source, fmt: Format, kind: str) -> tuple[QuantizedTens
             along_columns.scale, part_rows, part_cols, *source.values.stride(), FOURS=fours,
             WHOLE=part_rows % 128 == 0 and part_cols % 128 == 0, POW2=kind == "pow2", ROW_PARTS=source.row_parts,
             COL_PARTS=source.col_parts, **limits(fmt), num_warps=8, enable_fp_fusion=False,
-            maxnreg=128,  # of two programs at a time; left to itself the compiler spares more, and waits for memory twice
+            # Of two programs at a time: left to itself the compiler spares more, and waits for memory twice.
+            maxnreg=128 if fours else None,
         )  # fmt: skip
     return along_rows, along_columns
 
