@@ -208,7 +208,7 @@ def measure(kind: str, parts: list[str], setting: Setting, recipes: list[Recipe]
 
 
 def _measure_layer(parts: list[str], setting: Setting, recipes: list[Recipe], data: dict[str, Any]) -> None:
-    subjects = layers.layer_subjects(setting, recipes, parts)
+    subjects = layers.layer_subjects(setting, recipes, parts, data["notes"])
     timed: dict[str, float | None] = {}
     if subjects:
         timed = _run(layers.layer_table(setting, subjects), setting, data)[layers.BOTH_WAYS]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.kernels import moe
+from dsv3fp8.kernels.exchange.reference import capacity
 from dsv3fp8.kernels.router.reference import Rule
 from dsv3fp8.observe.bench.casts import COPY, copy_way
 from dsv3fp8.observe.bench.operands import Setting, random, rows
@@ -22,10 +23,11 @@ MADE = tuple[Callable[[], object], str]
 def exchange_tables(setting: Setting) -> list[Table]:
     """Bytes of what moves rows; microseconds of what decides where to, which its launches bound."""
     tokens, dim, top_k, experts = setting.sizes.exchange
-    x = float(tokens * dim)
+    x, copies = float(tokens * dim), float(tokens * top_k * dim)
+    written = float(capacity(tokens, top_k, experts) * dim)  # inert rows too
     moved = [
-        _moved(setting, "dispatch, E4M3 1×128", x * (1 + top_k) * CODE, lambda: _dispatch(setting)),
-        _moved(setting, "combine, BF16", 2 * x * (1 + top_k), lambda: _combine(setting)),
+        _moved(setting, "dispatch, E4M3 1×128", (x + written) * CODE, lambda: _dispatch(setting)),
+        _moved(setting, "combine, BF16", 2 * (x + copies), lambda: _combine(setting)),
         _moved(setting, "residual of two branches", 8 * x, lambda: _residual(setting)),
     ]
     decided = [
@@ -33,8 +35,11 @@ def exchange_tables(setting: Setting) -> list[Table]:
         Case("router, backward", 1.0, lambda: [_ours(*_router(setting, backward=True))]),
         Case("plan", 1.0, lambda: [_ours(*_plan_alone(setting))]),
     ]
-    size = f"{tokens:,} tokens, {top_k} of {experts} experts"
-    about = f"{size}; a token's codes are read once; the ratio is the share of a copy's rate"
+    about = (
+        f"{tokens:,} tokens, {top_k} of {experts} experts; a token's codes are read once, inert rows are written too; "
+        "the ratio is the share of a copy's rate"
+    )
+    size = f"{tokens:,} tokens, {top_k} of {setting.sizes.routed} experts"
     return [
         Table("exchange", "Exchange and residual", "GB/s", COPY, about, moved),
         Table("exchange, decided", "Router behind its logits, and the plan", "µs", "", size, decided),
@@ -49,18 +54,20 @@ def _ours(call: Callable[[], object], note: str) -> Way:
     return Way("ours", lambda: [call], note=note)
 
 
-def _ids(setting: Setting) -> Tensor:
+def _ids(setting: Setting, experts: int) -> Tensor:
     """Experts of each token, different ones."""
-    tokens, _, top_k, experts = setting.sizes.exchange
+    tokens, _, top_k, _ = setting.sizes.exchange
     return torch.rand(tokens, experts, device=setting.device).topk(top_k, -1).indices
 
 
 def _plan(setting: Setting) -> Plan:
-    return make_plan(_ids(setting), setting.sizes.exchange[3], None)
+    experts = setting.sizes.exchange[3]
+    return make_plan(_ids(setting, experts), experts, None)
 
 
 def _plan_alone(setting: Setting) -> MADE:
-    ids, experts = _ids(setting), setting.sizes.exchange[3]
+    experts = setting.sizes.routed
+    ids = _ids(setting, experts)
     return lambda: make_plan(ids, experts, None), str(moe.choose_exchange(setting.device, ids.shape[1], experts))
 
 
@@ -84,7 +91,7 @@ def _residual(setting: Setting) -> MADE:
 
 
 def _router(setting: Setting, backward: bool) -> MADE:
-    tokens, _, top_k, experts = setting.sizes.exchange
+    (tokens, _, top_k, _), experts = setting.sizes.exchange, setting.sizes.routed
     rule = Rule("sigmoid", top_k, groups=1, kept_groups=1, normalize=True, route_scale=2.5)
     logits, bias = random(setting, tokens, experts, dtype=torch.float32), torch.zeros(experts, device=setting.device)
     note = str(moe.choose_router(setting.device, experts, top_k, logits.dtype))

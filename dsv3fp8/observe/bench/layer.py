@@ -18,6 +18,7 @@ from dsv3fp8.observe.bench.casts import COPY, copy_way
 from dsv3fp8.observe.bench.operands import Setting, random
 from dsv3fp8.observe.bench.plain import PlainSubject
 from dsv3fp8.observe.bench.rates import Call, Case, Table, Way
+from dsv3fp8.observe.bench.timing import one_line
 from dsv3fp8.observe.kept_bytes import block_config
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
@@ -90,8 +91,11 @@ class Subject:
         return found
 
 
-def layer_subjects(setting: Setting, recipes: Sequence[Recipe], parts: Collection[str]) -> dict[str, Running]:
-    """The same layer under each recipe, and as plain PyTorch has it, eager and under torch.compile, as far as `parts` asks."""
+def layer_subjects(setting: Setting, recipes: Sequence[Recipe], parts: Collection[str], notes: list[str]) -> dict[str, Running]:
+    """The same layer under each recipe, and as plain PyTorch has it, eager and under torch.compile, as far as `parts` asks.
+
+    One that cannot be built costs no other: why goes to `notes`.
+    """
     name, tokens = setting.sizes.layer
     config = block_config(name)
     makers: dict[str, Callable[[], Running]] = {
@@ -101,7 +105,13 @@ def layer_subjects(setting: Setting, recipes: Sequence[Recipe], parts: Collectio
         makers[PLAIN] = partial(PlainSubject, config, tokens, setting.device, False)
     if "compiled" in parts:
         makers[COMPILED] = partial(PlainSubject, config, tokens, setting.device, True)
-    return {name: make() for name, make in makers.items()}
+    made: dict[str, Running] = {}
+    for subject, make in makers.items():
+        try:
+            made[subject] = make()
+        except Exception as error:
+            notes.append(f"{subject} is left out: {one_line(error)}")
+    return made
 
 
 def layer_table(setting: Setting, subjects: dict[str, Running]) -> Table:

@@ -39,7 +39,8 @@ class StepSize:
 class Sizes:
     """tokens: of the dense shapes and linears. dense: (N, K) of y = x W^T. grouped: (experts, tokens each, N, K).
 
-    exchange: tokens, width, choices of a token, experts. logits: tokens and vocabulary. updated: elements that AdamW moves.
+    exchange: tokens, width, choices of a token, experts that rows go to. routed: experts that the router chooses among.
+    logits: tokens and vocabulary. updated: elements that AdamW moves.
     cast, latent, swiglu: rows, columns of what is cast, of the latent norm's input, of SwiGLU's output.
     masters: (experts, N, K) of the FP32 weights that are cast. copied: bytes of the tensor that a copy reads.
     attention: heads, tokens, q and k width, v width. layer: the preset whose layer runs, and its tokens.
@@ -49,6 +50,7 @@ class Sizes:
     dense: tuple[tuple[int, int], ...]
     grouped: tuple[tuple[int, int, int, int], ...]
     exchange: tuple[int, int, int, int]
+    routed: int
     logits: tuple[int, int]
     updated: int
     cast: tuple[int, int]
@@ -69,7 +71,8 @@ FULL = Sizes(
         (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048),
         (32, 1024, 4096, 7168), (32, 1024, 7168, 2048), (64, 256, 2816, 2048), (64, 256, 2048, 1408),
     ),
-    exchange=(4096, 7168, 8, 256),
+    exchange=(4096, 7168, 8, 8),
+    routed=256,
     logits=(4096, 32768),
     updated=2**27,
     cast=(32768, 7168),
@@ -93,7 +96,8 @@ TINY = Sizes(
     tokens=256,
     dense=((128, 256),),
     grouped=((2, 128, 128, 256),),
-    exchange=(128, 256, 2, 8),
+    exchange=(128, 256, 2, 4),
+    routed=8,
     logits=(64, 512),
     updated=2**12,
     cast=(256, 384),

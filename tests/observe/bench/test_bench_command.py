@@ -96,6 +96,13 @@ def test_the_layer_beside_plain_torch(only: str, ways: list[str], peer: str, tmp
     assert (data["breakdowns"], data["roofline"]) == ({}, {})
 
 
+def test_a_layer_that_cannot_be_built_costs_no_other(tmp_path: Path) -> None:
+    """Transformer Engine's, on a CPU."""
+    data = run("layer", tmp_path, "recipes=te_blockwise,bf16", "only=recipes")
+    assert data["notes"][-1] == "te_blockwise is left out: UserError: recipe.linears=te: cpu has no FP8 tensor cores"
+    assert [list(case["ways"]) for case in data["tables"][0]["cases"]] == [["bf16"]] * 2
+
+
 def test_the_roofline_alone_needs_no_layer(tmp_path: Path) -> None:
     data = run("layer", tmp_path, "only=roofline")
     assert {table["name"] for table in data["tables"]} == {"layer, dense", "layer, grouped", "layer, attention", "layer, copy"}
