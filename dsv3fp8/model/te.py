@@ -117,6 +117,8 @@ class Borrower:
             for attribute, value in attributes.items():
                 setattr(weight, attribute, value)
             self.module.fast_setattr(name, weight)
+            # It has none, and hands on an empty one: not on the meta device, where the module was made.
+            self.module.fast_setattr(name.replace("weight", "bias"), master.new_empty(0))
 
     def _room(self, master: Tensor, index: int | None) -> Callable[[], Tensor]:
         shape, device = master.shape, master.device
