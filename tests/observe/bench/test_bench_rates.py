@@ -1,7 +1,11 @@
 """Rates, ratios and breakdowns against numbers worked out by hand."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from dsv3fp8 import kernels
 from dsv3fp8.observe.bench.breakdown import FOLDERS, Event, kind_of, own_kernels, short, summarize
 from dsv3fp8.observe.bench.casts import moved
 from dsv3fp8.observe.bench.page import page, shown
@@ -93,6 +97,13 @@ def test_kernels_have_kinds(name: str, kind: str) -> None:
 def test_every_kernel_of_this_package_has_the_kind_of_its_folder() -> None:
     assert set(own_kernels().values()) <= set(FOLDERS.values())
     assert (own_kernels()["_both_kernel"], own_kernels()["_update_kernel"]) == ("casts", "optimizer")
+
+
+def test_no_two_kernels_share_a_name() -> None:
+    """A profile knows kernels by their names alone."""
+    root = Path(next(iter(kernels.__path__)))
+    names = [name for path in root.rglob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)]
+    assert sorted(names) == sorted(own_kernels())
 
 
 def test_long_names_are_cut() -> None:
