@@ -125,7 +125,12 @@ def main(arguments: list[str]) -> int:
         data["notes"].append("on a CPU, at tiny sizes: the path was tried, the figures mean nothing")
     if kind in ("layer", "step") and peers.TRANSFORMER_ENGINE in found and TE_RECIPE not in config.names:
         recipes.insert(1, recipe_named(TE_RECIPE))
-    measure(kind, config.parts(kind), setting, recipes, setting.sizes.steps[config.model], data)
+    interrupted = False
+    try:
+        measure(kind, config.parts(kind), setting, recipes, setting.sizes.steps[config.model], data)
+    except KeyboardInterrupt:
+        interrupted = True
+        data["notes"].append("interrupted: this is what was measured until then")
     about = environment(device)
     about["commit"] = about["commit"] or config.commit or None
     about["packages"] |= found
@@ -137,7 +142,7 @@ def main(arguments: list[str]) -> int:
     (out / f"{kind}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (out / f"{kind}.md").write_text(page(data), encoding="utf-8")
     print(f"\nsee {out / f'{kind}.md'} and {out / f'{kind}.json'}; {data['about']['seconds']:.0f} s")
-    return 0
+    return int(interrupted)
 
 
 def parse(arguments: list[str]) -> tuple[str, BenchConfig]:

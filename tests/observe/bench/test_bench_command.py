@@ -103,6 +103,18 @@ def test_a_layer_that_cannot_be_built_costs_no_other(tmp_path: Path) -> None:
     assert [list(case["ways"]) for case in data["tables"][0]["cases"]] == [["bf16"]] * 2
 
 
+def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(setting: Setting) -> list[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(command.KERNELS, "dense", interrupt)
+    words = ["device=cpu", "sizes=tiny", "rounds=1", f"out={tmp_path}", "only=attention,dense,casts"]
+    assert cli.main(["bench", "kernels", *words]) == 1
+    data = json.loads((tmp_path / "kernels.json").read_text(encoding="utf-8"))
+    assert [table["name"] for table in data["tables"]] == ["attention"]
+    assert data["notes"][-1] == "interrupted: this is what was measured until then"
+
+
 def test_the_roofline_alone_needs_no_layer(tmp_path: Path) -> None:
     data = run("layer", tmp_path, "only=roofline")
     assert {table["name"] for table in data["tables"]} == {"layer, dense", "layer, grouped", "layer, attention", "layer, copy"}
