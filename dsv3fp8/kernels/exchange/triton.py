@@ -26,7 +26,7 @@ _EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 _MOST_EXPERTS = 512
 _MOST_CHOICES = 16  # their rows are read together
 _PROGRAMS = 128  # that count copies: each reads what all others counted
-_PLACES = 16384  # (copies times experts) that a program looks at together
+_PLACES = 16384  # (copies, or counts of programs, times experts) that a program looks at together
 _WORDS = 1024  # of four bytes, that a program of dispatch sends K times
 _VALUES = 1024  # of a token or several, that a program of combine sums
 _INERT = 32  # rows that a program of dispatch looks through for inert ones
@@ -65,7 +65,7 @@ def lay_out(ids: Tensor, experts: int, real: Tensor | None, rows: int) -> Layout
     _count_kernel[(counting,)](ids, mask, counts, copies, chunk, top_k, **shape)
     _place_kernel[(max(counting, min(row_blocks, _PROGRAMS)),)](
         ids, mask, counts, copy, slot, groups, blocks, load, copies, chunk, counting, row_blocks, top_k, experts,
-        PARTS=min(16, triton.next_power_of_2(counting)), **shape,
+        PARTS=min(_PLACES // width, triton.next_power_of_2(counting)), **shape,
     )  # fmt: skip
     return Layout(copy, slot.view(tokens, top_k), groups, blocks, load)
 
@@ -157,7 +157,7 @@ def _launch_weigh(
     dy, out = _dense_rows(dy), _dense_rows(out)
     (rows, cols), (tokens, top_k) = into.shape, slot.shape
     tiles = min(8, triton.next_power_of_2(ceil_div(cols, 128)))
-    together, chunks = 32 // tiles, ceil_div(cols, 128 * tiles)
+    together, chunks = 4, ceil_div(cols, 128 * tiles)
     partial = torch.empty(chunks, tokens, top_k, dtype=torch.float32, device=dy.device)
     if into.numel():
         _weigh_kernel[(rows // _INERT + ceil_div(tokens, together) * chunks,)](
