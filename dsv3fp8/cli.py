@@ -89,9 +89,13 @@ def train(arguments: list[str]) -> int:
     notice = old_gpu_notice(config)
     if notice:
         print(f"dsv3fp8: note: {notice}", file=sys.stderr)
+    from dsv3fp8.parallel.ranks import lost
+
     try:
         return train(config)
     except (MemoryError, RuntimeError) as error:
+        if lost(error):
+            return _fail("another rank has stopped, so this one stops too; start again to go on from the checkpoint", FAILED)
         if not out_of_memory(error):
             raise
         return _fail(memory_advice(config), FAILED)
@@ -198,5 +202,14 @@ def _help() -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"dsv3fp8: error: {message}", file=sys.stderr)
+    """One line, also where many ranks fail."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone or _speaks():
+        print(f"dsv3fp8: error: {message}", file=sys.stderr)
     return status
+
+
+def _speaks() -> bool:
+    from dsv3fp8.parallel.ranks import speaks
+
+    return speaks()

@@ -23,9 +23,10 @@ from dsv3fp8.data.config import DataConfig
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.overrides import Override, parse_overrides
+from dsv3fp8.parallel.config import ParallelConfig
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.schema import MISSING, build, field_types, find_type, suggest, to_plain
-from dsv3fp8.training.config import LoggingConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainingConfig
+from dsv3fp8.training.config import LoggingConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from dsv3fp8.yaml_text import dump_yaml, explain_yaml_error, read_yaml
 
 GROUPS = ("model", "recipe", "data", "optimizer", "schedule", "parallel", "logging", "experiment")

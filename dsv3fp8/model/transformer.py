@@ -201,8 +201,17 @@ class Transformer(Masters):
 
     def expert_load(self) -> Tensor:
         """Tokens per expert in this optimizer step so far, int64 [MoE layers, E]; empty without experts."""
-        loads = [router.load for router in self._routers]
-        return torch.stack(loads) if loads else torch.zeros(0, 0, dtype=torch.int64)
+        return torch.stack(self.loads) if self.loads else torch.zeros(0, 0, dtype=torch.int64)
+
+    @property
+    def loads(self) -> list[Tensor]:
+        """Each router's own tokens per expert in this optimizer step so far, int64 [E]."""
+        return [router.load for router in self._routers]
+
+    @property
+    def amaxes(self) -> list[Tensor]:
+        """What each kept scale has seen in this optimizer step so far, fp32 [experts or 1]."""
+        return [state.current for state in self._scale_states]
 
     def parameter_groups(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Named parameters to decay (matrices) and not to decay (norms); a tied head appears once."""

@@ -21,10 +21,18 @@ class FlushMeter:
         seen = self._counts.get(values.device)
         self._counts[values.device] = counts if seen is None else seen + counts
 
+    def counts(self) -> tuple[int, int]:
+        """(nonzero values, those of them that were flushed to zero)."""
+        nonzero, flushed = (sum(int(c[i]) for c in self._counts.values()) for i in (0, 1))
+        return nonzero, flushed
+
     def share(self) -> float:
         """Share of nonzero values that were flushed to zero, 0.0 when nothing was quantized."""
-        nonzero = sum(int(c[0]) for c in self._counts.values())
-        return sum(int(c[1]) for c in self._counts.values()) / nonzero if nonzero else 0.0
+        return flushed_share(*self.counts())
+
+
+def flushed_share(nonzero: int, flushed: int) -> float:
+    return flushed / nonzero if nonzero else 0.0
 
 
 _active: FlushMeter | None = None

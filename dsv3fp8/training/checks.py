@@ -1,7 +1,6 @@
 """Checks between the rooms: what one of them is told must fit what the others are told, and this machine."""
 
 import dataclasses
-import os
 
 import torch
 
@@ -9,6 +8,7 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
 from dsv3fp8.kernels import te
 from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.parallel.ranks import local_rank, rank_count
 from dsv3fp8.training.config import DEVICES, raise_problems
 
 # A vocabulary taken from the tokenizer is rounded up to a multiple of this, for the sake of the GEMM of the head.
@@ -19,9 +19,7 @@ def validate_run(config: RunConfig) -> None:
     """Raise UserError with every setting that does not fit another one or this machine. Looks at no file."""
     training, model = config.training, config.model
     problems = []
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        problems.append(f"WORLD_SIZE={world}: this release trains in one process; start it without torchrun")
+    problems += parallel_problems(config)
     if training.context > model.context:
         problems.append(
             f"training.context={training.context} is longer than model.context={model.context}, the end of the rope "
@@ -37,11 +35,30 @@ def validate_run(config: RunConfig) -> None:
         problems += [] if against is None else [f"recipe.linears=te: {against}"]
     if training.cuda_graph and not problems and select_device(training.device).type != "cuda":
         problems.append("training.cuda_graph=true needs a CUDA GPU: set it to false")
+    if training.cuda_graph and rank_count() > 1:
+        problems.append(f"training.cuda_graph=true records the steps of one process, not of {rank_count()}: set it to false")
     if training.cuda_graph and config.data.isolate_documents:
         problems.append(
             "training.cuda_graph=true cannot record steps that keep documents apart: set it or data.isolate_documents to false"
         )
     raise_problems(problems)
+
+
+def parallel_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the layout over the processes that were started."""
+    parallel, count = config.parallel, rank_count()
+    problems = [
+        f"parallel.{name}={getattr(parallel, name)}: this release cuts nothing along it; set it to 1 and use "
+        "parallel.dp_replicate"
+        for name in ("dp_shard", "expert")
+        if getattr(parallel, name) != 1
+    ]
+    if problems:
+        return problems
+    if parallel.ranks != count:
+        start = f"start it with torchrun --nproc-per-node={parallel.ranks}" if count == 1 else f"set it to {count}"
+        return [f"parallel.dp_replicate={parallel.dp_replicate} with {count} processes: {start}"]
+    return []
 
 
 def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -65,11 +82,13 @@ def device_problems(key: str, name: str) -> list[str]:
         return [f"{key}={name} must be one of {', '.join(DEVICES)}"]
     if name == "cuda" and not torch.cuda.is_available():
         return [f"{key}=cuda, but torch finds no CUDA GPU: take cpu, or see what `dsv3fp8 doctor` says"]
+    if select_device(name).type == "cuda" and local_rank() >= torch.cuda.device_count():
+        return [f"LOCAL_RANK={local_rank()}, but this host has {torch.cuda.device_count()} GPUs: start as many processes on it"]
     return []
 
 
 def select_device(name: str) -> torch.device:
-    """The device of training.device; ``auto`` is cuda where there is one."""
+    """The device of training.device; ``auto`` is cuda where there is one. Each rank of a host has a GPU of its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    return torch.device(name, local_rank()) if name == "cuda" else torch.device(name)

@@ -25,7 +25,7 @@ class TrainingConfig:
 
     # Optimizer steps. A step skipped for a non-finite loss or gradient counts as one of them.
     steps: int
-    # Sequences in one micro-batch.
+    # Sequences in one micro-batch of each rank.
     batch: int
     # Tokens a sequence is predicted from.
     context: int
@@ -177,28 +177,6 @@ class LoggingConfig:
         if not self.project:
             problems.append("logging.project='' must not be empty")
         raise_problems(problems)
-
-
-@dataclass
-class ParallelConfig:
-    """How many GPUs share the work, and along what. One process today: every field must be 1."""
-
-    # Replicas that each hold all weights.
-    dp_replicate: int = 1
-    # GPUs that the weights and optimizer state are cut over.
-    dp_shard: int = 1
-    # GPUs that the experts are dealt out to.
-    expert: int = 1
-
-    def validate(self) -> None:
-        """Raise UserError for anything but one process."""
-        raise_problems(
-            [
-                f"parallel.{name}={getattr(self, name)}: this release trains in one process; set it to 1"
-                for name in ("dp_replicate", "dp_shard", "expert")
-                if getattr(self, name) != 1
-            ]
-        )
 
 
 def raise_problems(problems: list[str]) -> None:

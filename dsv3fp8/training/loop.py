@@ -14,13 +14,15 @@ from typing import Any
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import validation_batches
 from dsv3fp8.errors import UserError
-from dsv3fp8.precision.flush import FlushMeter, measure_flush
+from dsv3fp8.parallel.ranks import join
+from dsv3fp8.precision.flush import FlushMeter, flushed_share, measure_flush
 from dsv3fp8.training.checkpoint import save_checkpoint
-from dsv3fp8.training.checks import validate_run
+from dsv3fp8.training.checks import select_device, validate_run
 from dsv3fp8.training.graph import StepGraph
-from dsv3fp8.training.metrics import MetricsFile, expert_balance
+from dsv3fp8.training.metrics import expert_balance
 from dsv3fp8.training.profiler import StepProfiler
-from dsv3fp8.training.reporting import Reporters, record_start, summary
+from dsv3fp8.training.records import Records
+from dsv3fp8.training.reporting import record_start, summary
 from dsv3fp8.training.run_directory import RunDirectory, device_name
 from dsv3fp8.training.schedule import learning_rate
 from dsv3fp8.training.setup import Run, finished_line, prepare
@@ -40,13 +42,19 @@ def train(config: RunConfig) -> int:
     """
     config.validate()
     validate_run(config)
-    with RunDirectory(Path(config.run_dir)) as directory, ExitStack() as stack:
-        run = prepare(config, directory)
+    device = select_device(config.training.device)
+    with join(device) as ranks, ExitStack() as stack:
+        directory = RunDirectory(Path(config.run_dir))
+        if ranks.first:
+            stack.enter_context(directory)
+        run = prepare(config, directory, device, ranks)
         if run is None:
-            print(finished_line(config), flush=True)
+            if ranks.first:
+                print(finished_line(config), flush=True)
             return 0
         stack.enter_context(run.batches)
-        record_start(run)
+        if ranks.first:
+            record_start(run)
         return Loop(run, stack).run_steps()
 
 
@@ -56,24 +64,22 @@ class Loop:
     def __init__(self, run: Run, stack: ExitStack) -> None:
         """`stack` closes what is opened here, also after an error."""
         self.run, self.state, self.training = run, run.state, run.config.training
-        self.metrics = MetricsFile(run.directory.metrics, after_step=self.state.step)
-        stack.callback(self.metrics.close)
-        self.reporters = Reporters(run, self.metrics.history)
-        stack.callback(self.reporters.close)
-        self.profiler = StepProfiler(self.training.profile, run.directory.profile, self.state.step + 1)
+        self.records = Records(run, stack)
+        profiled = self.training.profile if run.ranks.first else 0
+        self.profiler = StepProfiler(profiled, run.directory.profile, self.state.step + 1)
         stack.callback(self.profiler.close)
         self.graph = StepGraph(run.model, run.optimizer, self.training.clip) if self.training.cuda_graph else None
         flops = run.model.flops_per_token(self.training.context)
-        self.speed = Speedometer(flops, device_name(run.device))
+        self.speed = Speedometer(flops / run.ranks.count, device_name(run.device))
         self._saved_step = self.state.step
         self._checkpoint_due = False
 
     def run_steps(self) -> int:
         """All steps that are left; the exit status."""
-        state, last = self.state, self.training.steps
+        run, state, last = self.run, self.state, self.training.steps
         record: dict[str, Any] = {}
-        with StopRequest() as stop:
-            while state.step < last and stop.signal is None:
+        with StopRequest(run.ranks) as stop:
+            while state.step < last and not stop.heard():
                 record = self._step()
                 self._give_up_if_stuck()
                 self._checkpoint_due |= _is_due(state.step, self.training.checkpoint_every)
@@ -84,9 +90,10 @@ class Loop:
                 assert stop.signal is not None
                 if self._saved_step != state.step:
                     self._save()
-                self.reporters.conclude(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
+                self.records.conclude(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
                 return stop.exit_code
-        self.reporters.conclude(summary(self.run, record))
+        if run.ranks.first:
+            self.records.conclude(summary(run, record))
         return 0
 
     def _step(self) -> dict[str, Any]:
@@ -101,7 +108,7 @@ class Loop:
         with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
             if self.graph is None:
-                result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip)
+                result = train_step(run.model, run.optimizer, micro_batches, lr, training.clip, run.ranks)
             else:
                 result = self.graph.step(micro_batches, lr)
         self._count_skipped(step, result)  # waits for the device
@@ -114,18 +121,17 @@ class Loop:
 
         validation = self._validate() if validating else {}
         if not logging and result.applied:
-            self.reporters.advance(step)
+            self.records.advance(step)
             return {}
         record = {
             **self._figures(result, lr),
             **expert_balance(result.expert_load),
-            "flushed_share": meter.share() if meter else None,
+            "flushed_share": flushed_share(*run.ranks.sum_counts(meter.counts())) if meter else None,
             **validation,
             **self.speed.read(),
             **memory(run.device),
         }
-        self.metrics.append(record)
-        self.reporters.log(record)
+        self.records.append(record)
         return record
 
     def _figures(self, result: StepResult, lr: float) -> dict[str, Any]:
@@ -150,7 +156,7 @@ class Loop:
             return
         state.skipped += 1
         state.skipped_in_a_row += 1
-        self.reporters.say(
+        self.records.say(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped "
             f"({state.skipped_in_a_row} in a row, {state.skipped} in all)"
         )
@@ -173,17 +179,21 @@ class Loop:
             context=training.context,
             limit=training.validation_batches,
             isolate=run.config.data.isolate_documents,
+            rank=run.ranks.index,
+            world=run.ranks.count,
         )
-        loss = validate(run.model, batches, run.device)
+        loss = validate(run.model, batches, run.device, run.ranks)
         self.speed.resume()
         return {"validation_loss": loss, "validation_bits_per_byte": store.bits_per_byte(loss)}
 
     def _save(self) -> None:
         run = self.run
         self.speed.pause()
-        self.metrics.sync()
-        files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict())
-        save_checkpoint(run.directory.checkpoints, self.state.step, files, self.training.keep)
+        if run.ranks.first:
+            self.records.sync()
+            files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict())
+            save_checkpoint(run.directory.checkpoints, self.state.step, files, self.training.keep)
+        run.ranks.wait()
         self._saved_step, self._checkpoint_due = self.state.step, False
         self.speed.resume()
 

@@ -93,9 +93,10 @@ def record_start(run: Run) -> None:
     counts = run.model.parameter_counts()
     training = config.training
     threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
-    sequences = f"{training.batch} × {training.accumulate}" if training.accumulate > 1 else f"{training.batch}"
+    sequences = " × ".join(str(n) for n in (training.batch, training.accumulate, run.ranks.count) if n > 1) or "1"
+    processes = f", {run.ranks.count} processes" if run.ranks.count > 1 else ""
     lines = [
-        f"dsv3fp8 {dsv3fp8.__version__} on {device_name(run.device)}{threads}",
+        f"dsv3fp8 {dsv3fp8.__version__} on {device_name(run.device)}{threads}{processes}",
         f"model {config.model.name}: {_count(counts['total'])} parameters, {_count(counts['active'])} active a token",
         format_manifest(manifest),
         f"data: {corpus.summary()}",

@@ -14,8 +14,9 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.parallel.ranks import Ranks
 from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
-from dsv3fp8.training.checks import fit_vocabulary, select_device
+from dsv3fp8.training.checks import fit_vocabulary
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
@@ -31,6 +32,7 @@ class Run:
     config: RunConfig
     directory: RunDirectory
     device: torch.device
+    ranks: Ranks
     corpus: Corpus
     batches: TrainBatches
     model: Transformer
@@ -42,10 +44,14 @@ class Run:
     notes: list[str]
 
 
-def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
-    """Build the run in its locked directory, or go on with the one that is there; None if that is finished."""
-    remove_unfinished(directory.checkpoints)
-    saved = list_checkpoints(directory.checkpoints)
+def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ranks: Ranks) -> Run | None:
+    """Build the run in its directory, or go on with the one that is there; None if that is finished.
+
+    The first rank holds the directory's lock and says what is there; all read it.
+    """
+    if ranks.first:
+        remove_unfinished(directory.checkpoints)
+    saved = ranks.from_first(list_checkpoints(directory.checkpoints))
     state, random_states = TrainingState(), None
     changed: dict[str, tuple[Any, Any]] = {}
     if saved:
@@ -56,7 +62,6 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
         if state.step >= config.training.steps:
             return None
 
-    device = select_device(config.training.device)
     if device.type == "cpu":
         keep_freed_memory()
         limit_memory()
@@ -65,7 +70,8 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
         # cuBLAS is deterministic only with a workspace of its own, which it reads when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.training.deterministic)
-    corpus = open_corpus(config.data, report=lambda line: print(line, flush=True))
+    with ranks.host_by_host():
+        corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
     corpus.check_context(config.training.context)
     if saved and config.resume != "fork":
         refuse_other_corpus(config.run_dir, state.step, state.corpus, corpus.describe()["sha256"])
@@ -73,11 +79,12 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
 
     model, optimizer = build(config, device)
-    try:
-        directory.checkpoints.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
-    check_space(directory.checkpoints, checkpoint_bytes(model, optimizer), config.training.keep)
+    if ranks.first:
+        try:
+            directory.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
+        check_space(directory.checkpoints, checkpoint_bytes(model, optimizer), config.training.keep)
     training = config.training
     batches = TrainBatches(
         corpus.train,
@@ -85,6 +92,8 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
         context=training.context,
         seed=training.seed,
         workers=config.data.workers,
+        rank=ranks.index,
+        world=ranks.count,
         isolate=config.data.isolate_documents,
     )
     notes = []
@@ -97,7 +106,7 @@ def prepare(config: RunConfig, directory: RunDirectory) -> Run | None:
             notes.append(f"forked with other settings: {', '.join(changed)}")
         if random_states:
             restore_random_states(random_states)
-    return Run(config, directory, device, corpus, batches, model, optimizer, state, bool(changed), notes)
+    return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes)
 
 
 def build(config: RunConfig, device: torch.device) -> tuple[Transformer, AdamW]:

@@ -6,15 +6,22 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from dsv3fp8.parallel.ranks import ALONE, Ranks
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SHOW_CURSOR = b"\x1b[?25h"  # a live bar hides it
 
 
 class StopRequest:
-    """While open, the first signal is only remembered in ``signal``. Does nothing outside the main thread."""
+    """While open, the first signal is only remembered. Does nothing outside the main thread.
 
-    def __init__(self) -> None:
+    signal: what one of the ranks was sent, as far as they have told one another in `heard`.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
         self.signal: signal.Signals | None = None
+        self._ranks = ranks
+        self._own: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -26,11 +33,18 @@ class StopRequest:
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
+    def heard(self) -> bool:
+        """Whether any rank was sent a signal: the same answer on all of them."""
+        number = self._ranks.largest(self._own or 0)
+        self.signal = signal.Signals(number) if number else None
+        return self.signal is not None
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         # os.write, since a signal may arrive in the middle of a print.
-        if self.signal is None:
-            self.signal = signal.Signals(number)
-            os.write(2, f"\n{self.signal.name}: saving after this step; once more to stop at once\n".encode())
+        if self._own is None:
+            self._own = signal.Signals(number)
+            if self._ranks.first:
+                os.write(2, f"\n{self._own.name}: saving after this step; once more to stop at once\n".encode())
             return
         # Not to be waited for any longer: the kernel ends the process, wherever it is.
         if os.isatty(1):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dsv3fp8.model.targets import Totals, count_targets
 from dsv3fp8.ops.accumulate import adding_up
+from dsv3fp8.parallel.ranks import ALONE, Ranks
+from dsv3fp8.parallel.reduction import add_up_step
 from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm, gradients
 from dsv3fp8.training.optimizer import AdamW
 
@@ -80,24 +82,31 @@ class StepResult:
 
 
 def train_step(
-    model: "Transformer", optimizer: AdamW, micro_batches: Sequence["Batch"], lr: float, clip_norm: float
+    model: "Transformer",
+    optimizer: AdamW,
+    micro_batches: Sequence["Batch"],
+    lr: float,
+    clip_norm: float,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Forward, backward and update over `micro_batches`.
+    """Forward, backward and update over `micro_batches`, which are this rank's share of the step: all ranks move alike.
 
     A step whose loss or gradient norm is not finite moves no weight, moment, bias or amax history: `applied` is False.
     That is decided on the device: nothing is read back from it, and nothing waits for it, until the result is looked at.
     """
     device = next(iter(optimizer.parameters.values())).device
-    totals, tokens = count_step(micro_batches, model.config.mtp_depth)
+    totals, tokens = count_step(micro_batches, model.config.mtp_depth, ranks)
     windows = [moved(batch, device) for batch in micro_batches]
-    figures, load = take_step(model, optimizer, windows, totals, lr, clip_norm)
+    figures, load = take_step(model, optimizer, windows, totals, lr, clip_norm, ranks)
     return StepResult(figures, totals, tokens, load)
 
 
-def count_step(micro_batches: Sequence["Batch"], depth: int) -> tuple[Totals, int]:
-    """(what the sums of a step range over, its input tokens), counted where the batches lie."""
-    totals = sum_totals(count_targets(batch.tokens, batch.documents, depth) for batch in micro_batches)
-    return totals, sum(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1) for batch in micro_batches)
+def count_step(micro_batches: Sequence["Batch"], depth: int, ranks: Ranks = ALONE) -> tuple[Totals, int]:
+    """(what the sums of a step range over, its input tokens) on all ranks, counted where the batches lie."""
+    own = sum_totals(count_targets(batch.tokens, batch.documents, depth) for batch in micro_batches)
+    own_tokens = sum(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1) for batch in micro_batches)
+    targets, *mtp, sequences, tokens = ranks.sum_counts([own.targets, *own.mtp, own.sequences, own_tokens])
+    return Totals(targets, tuple(mtp), sequences), tokens
 
 
 def take_step(
@@ -107,8 +116,12 @@ def take_step(
     totals: Totals,
     lr: float | Tensor,
     clip_norm: float,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """The step itself, on the device alone: (figures, expert load) as StepResult takes them."""
+    """The step itself, on the device alone: (figures, expert load) as StepResult takes them.
+
+    windows: of this rank. totals: of all ranks.
+    """
     sums: Tensor | None = None
     for window in windows:
         losses = model(*window)
@@ -119,6 +132,7 @@ def take_step(
         del losses
     assert sums is not None
 
+    add_up_step(model, list(optimizer.parameters.values()), sums, ranks)
     norm = gradient_norm(gradients(optimizer.parameters.values()), sums.device)
     applied = _is_sound(sums, norm, clip_norm)
     optimizer.step(lr, applied, clip_factor(norm, clip_norm))
@@ -136,8 +150,11 @@ def _is_sound(sums: Tensor, norm: Tensor, clip_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.device) -> float:
-    """Mean next-token loss in nats over all valid targets of `batches`; leaves counts, biases and histories alone."""
+def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.device, ranks: Ranks = ALONE) -> float:
+    """Mean next-token loss in nats over all valid targets of all ranks' `batches`.
+
+    Leaves counts, biases and histories alone.
+    """
     model.eval()
     try:
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -147,6 +164,8 @@ def validate(model: "Transformer", batches: Iterable["Batch"], device: torch.dev
             total += model(*moved(batch, device), ahead=False).loss
     finally:
         model.train()  # which drops weight codes made here: their amax was not looked at
+    ranks.add_up([total])
+    (targets,) = ranks.sum_counts([targets])
     assert targets, "nothing to validate on"
     return float(total) / targets
 

@@ -7,11 +7,11 @@ import pytest
 
 from dsv3fp8.data.tokenizer import ByteTokenizer, IdTokenizer
 from dsv3fp8.errors import UserError
+from dsv3fp8.parallel.config import ParallelConfig
 from dsv3fp8.training.checks import fit_vocabulary, select_device, validate_run
 from dsv3fp8.training.config import (
     LoggingConfig,
     OptimizerConfig,
-    ParallelConfig,
     ScheduleConfig,
     TrainingConfig,
 )
@@ -47,7 +47,7 @@ def test_sensible_settings_pass() -> None:
         (replace(SCHEDULE, warmup=-1, final=2.0), "schedule.warmup=-1 must be at least 0 steps; schedule.final=2.0"),
         (LoggingConfig(wandb="yes", progress="fancy"), "logging.progress=fancy must be .*; logging.wandb=yes must be"),
         (LoggingConfig(project=""), "logging.project='' must not be empty"),
-        (ParallelConfig(expert=2), "parallel.expert=2: this release trains in one process"),
+        (ParallelConfig(expert=2), "parallel.expert=2 exceeds the 1 GPUs"),
     ],
 )
 def test_what_makes_no_sense_is_named_with_key_and_value(config: Any, complaint: str) -> None:
@@ -81,12 +81,15 @@ def test_a_context_too_short_for_every_mtp_depth_is_refused(nano: Any) -> None:
         validate_run(nano("training.context=2", "model.mtp_depth=2"))
 
 
-def test_more_than_one_process_is_refused(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_processes_as_the_layout_asks_for(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="parallel.dp_replicate=2 with 1 processes: start it with torchrun --nproc-per-node=2"):
+        validate_run(nano("parallel.dp_replicate=2"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="WORLD_SIZE=2: this release trains in one process"):
+    with pytest.raises(UserError, match="parallel.dp_replicate=1 with 2 processes: set it to 2"):
         validate_run(nano())
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    validate_run(nano())
+    with pytest.raises(UserError, match="parallel.dp_shard=2: this release cuts nothing along it"):
+        validate_run(nano("parallel.dp_shard=2"))
+    validate_run(nano("parallel.dp_replicate=2"))
 
 
 def test_cuda_without_a_gpu_is_refused(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:

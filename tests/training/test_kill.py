@@ -75,7 +75,7 @@ import os, signal, time
 from dsv3fp8.training.signals import StopRequest
 with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.signal is signal.SIGTERM and stop.exit_code == 143
+    assert stop.heard() and stop.signal is signal.SIGTERM and stop.exit_code == 143
     print("still here", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(20)

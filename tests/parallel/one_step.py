@@ -1,0 +1,83 @@
+"""One optimizer step of a small model on a share of its sequences, as a rank takes it, and what it found."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from support import build, nano, recipe
+
+from dsv3fp8.data import Batch
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.parallel.ranks import ALONE, Ranks
+from dsv3fp8.training.config import OptimizerConfig
+from dsv3fp8.training.optimizer import AdamW
+from dsv3fp8.training.step import train_step
+
+SEQUENCES, LENGTH, VOCABULARY = 8, 20, 96
+
+
+class Seen(AdamW):
+    """Remembers the gradients that each step is given."""
+
+    def step(self, *given: Any) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+        super().step(*given)
+
+
+def made(recipe_name: str, *words: str, **sizes: Any) -> tuple[Transformer, Seen]:
+    model = build(nano(**{"layers": 3, "experts": 8, "balance_loss": 1e-2, **sizes}), recipe(recipe_name, *words))
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    return model, Seen(model.parameter_groups(), config)
+
+
+def sequences(seed: int = 0) -> Batch:
+    """All sequences of a step. The documents leave another number of targets on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+    documents = torch.zeros(SEQUENCES, LENGTH + 1, dtype=torch.int32)
+    for row in range(SEQUENCES):
+        documents[row, LENGTH // (row % 3 + 2) :] = 1
+        documents[row, LENGTH + 1 - row :] = -1
+    return Batch(tokens, documents)
+
+
+def share(batch: Batch, index: int, count: int, parts: int = 1) -> list[Batch]:
+    """The micro-batches of one rank of so many: rank by rank within each, as TrainBatches deals them out."""
+    rows = torch.arange(SEQUENCES).view(parts, count, -1)[:, index]
+    assert batch.documents is not None
+    return [Batch(batch.tokens[part], batch.documents[part]) for part in rows]
+
+
+def result_of(model: Transformer, optimizer: Seen, micro_batches: list[Batch], ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Takes the step; plain values and copies of tensors."""
+    found = train_step(model, optimizer, micro_batches, lr=1e-3, clip_norm=0.5, ranks=ranks)
+    return {
+        "loss": found.loss, "mtp": list(found.mtp_losses), "balance": found.balance_loss, "norm": found.grad_norm,
+        "applied": found.applied, "tokens": found.tokens, "load": found.expert_load.clone(),
+        "gradients": {name: each.clone() for name, each in optimizer.gradients.items()},
+        "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
+    }  # fmt: skip
+
+
+def step_of_rank(ranks: Ranks, recipe_name: str, parts: int) -> dict[str, Any]:
+    """For `on_ranks`."""
+    return result_of(*made(recipe_name), share(sequences(), ranks.index, ranks.count, parts), ranks)
+
+
+def step_alone(recipe_name: str, parts: int = 1) -> dict[str, Any]:
+    """The same step on one rank."""
+    return result_of(*made(recipe_name), share(sequences(), 0, 1, parts))
+
+
+def whole_step(micro_batches: list[Batch], depth: int) -> Ranks:
+    """A single rank whose counts are those of all: to take each rank's share on its own."""
+    from dsv3fp8.training.step import count_step
+
+    totals, tokens = count_step(micro_batches, depth)
+
+    @dataclasses.dataclass(frozen=True)
+    class Given(Ranks):
+        def sum_counts(self, counts: Any) -> list[int]:
+            return [totals.targets, *totals.mtp, totals.sequences, tokens]
+
+    return Given()
