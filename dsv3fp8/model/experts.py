@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +22,14 @@ from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import values_of
 from dsv3fp8.precision.widen import widened
 
+MakePlan = Callable[[Tensor, int, Tensor | None], Plan]
+
 
 class RoutedExperts(Masters):
-    """E SwiGLU experts as two stacks of masters: gate_up [E, 2F, D] (gate rows first) and down [E, D, F]."""
+    """E SwiGLU experts as two stacks of masters: gate_up [E, 2F, D] (gate rows first) and down [E, D, F].
+
+    make_plan: where the copies go; another one where only some of the experts are here.
+    """
 
     def __init__(self, config: ModelConfig, recipe: Recipe) -> None:
         super().__init__()
@@ -35,6 +42,7 @@ class RoutedExperts(Masters):
         self.gate_up_codes = WeightCodes(self.gate_up_quantizers, row_parts=2)
         self.down_codes = WeightCodes(self.down_quantizers)
         self.recipe = recipe
+        self.make_plan: MakePlan = make_plan
 
     def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Tensor:
         """The routed part of x [T, D] under gate weights fp32 [T, K], [T, D]."""
@@ -76,8 +84,8 @@ class MoELayer(Masters):
         routed, shared, y = (experts.gate_up_quantizers, x.dtype), (for_shared, x.dtype), (None, widened(x.dtype))
         rail, (payload, of_shared, of_router) = self.norm(x, [Reader(*reader) for reader in (routed, shared, y)])
         routing = self.router(of_router.edge, values_of(of_router.operand), x, self.norm.weight, sequences)
-        plan = make_plan(routing.ids, config.experts, sequences.real)
-        self.router.count(plan.load)
+        plan = experts.make_plan(routing.ids, config.experts, sequences.real)
+        self.router.count(plan.here.load)
         branches = [experts(payload, routing.weights, plan)]
         if self.shared is not None:
             branches.append(self.shared(of_shared))

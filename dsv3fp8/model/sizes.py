@@ -12,7 +12,7 @@ def parameter_counts(model: nn.Module, config: ModelConfig) -> dict[str, int]:
     """total; active: what one token's main-model forward multiplies with, the head included, embedding and MTP not."""
     counts = {"total": 0, "active": 0, "embedding": 0, "mtp": 0}
     for name, parameter in model.named_parameters():
-        size = parameter.numel()
+        size = _size(model, name, parameter, config)
         counts["total"] += size
         if name.startswith("embedding"):
             counts["embedding"] += size
@@ -22,6 +22,12 @@ def parameter_counts(model: nn.Module, config: ModelConfig) -> dict[str, int]:
         else:
             counts["active"] += _active_size(model, name, size, config)
     return counts
+
+
+def _size(model: nn.Module, name: str, parameter: nn.Parameter, config: ModelConfig) -> int:
+    """Elements; of experts, those of all of them, wherever they are."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return parameter[0].numel() * config.experts if isinstance(owner, RoutedExperts) else parameter.numel()
 
 
 def _active_size(model: nn.Module, name: str, size: int, config: ModelConfig) -> int:
@@ -38,7 +44,7 @@ def flops_per_token(model: nn.Module, config: ModelConfig, length: int) -> float
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or name.startswith("embedding"):
             continue
-        matrices += _active_size(model, name, parameter.numel(), config)
+        matrices += _active_size(model, name, _size(model, name, parameter, config), config)
     vocabulary = config.vocab_size or 0
     heads_passed = config.mtp_depth + (1 if config.tied_head else 0)  # an untied head is among the matrices once
     blocks = config.layers + config.mtp_depth

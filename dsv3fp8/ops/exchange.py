@@ -1,7 +1,10 @@
-"""Dispatch and combine: from token order to expert order and back, on one rank.
+"""Dispatch and combine: from token order to expert order and back.
 
 Rows of an expert are consecutive, ordered by token, and start at a multiple of 128, so that a 128-token tile never
 holds two experts. Rows in between are inert: code 0, scale 1, gate weight 0.
+
+Where the experts lie on several ranks, rows travel over a wire: dispatch puts the copies of a rank's tokens in the order of
+their experts and sends them, and lays out what arrives; combine goes the same way back, and sums where the tokens are.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,9 +22,37 @@ from dsv3fp8.precision import ledger
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 
+class Wire(Protocol):
+    """Between this rank's tokens and the experts of all ranks: n copies of its tokens leave, R copies of any arrive.
+
+    copies: n, on the host. copy: int32 [n], in the order in which they leave. slot: int32 [T, K], where each choice stands
+    among them; -1 for choices that go nowhere. load: int [E], the tokens of this rank for each of all experts.
+    """
+
+    @property
+    def copies(self) -> int: ...
+
+    @property
+    def copy(self) -> Tensor: ...
+
+    @property
+    def slot(self) -> Tensor: ...
+
+    @property
+    def load(self) -> Tensor: ...
+
+    def send(self, rows: Operand) -> Operand:
+        """[n, D] of this rank's tokens -> [R, D] for its experts, by source rank, then expert, then token; or [n] -> [R]."""
+        ...
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """[R, D] -> [n, D], or [R] -> [n]: the same way back."""
+        ...
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Where every copy goes: (token, choice), numbered token * K + choice.
+    """Where every copy goes: (token, choice), numbered token * K + choice. With a wire, where every copy that arrived goes.
 
     rows: total rows, a multiple of 128. On a GPU they are as many as any choice of experts may need, so that the host need
     not know the counts; those beyond the last expert's are inert.
@@ -29,6 +61,7 @@ class Plan:
     groups: int64 [rows / 128], the expert of each block of 128 rows; -1 beyond the last.
     blocks: int32 [E + 1], each expert's first block of 128 rows, and the end of the last.
     load: int32 [E], tokens of each expert.
+    wire: to the experts of other ranks; E are then those of this rank, T the copies that arrived and K is 1.
     """
 
     rows: int
@@ -37,6 +70,23 @@ class Plan:
     groups: Tensor
     blocks: Tensor
     load: Tensor
+    wire: Wire | None = None
+
+    @property
+    def here(self) -> Plan | Wire:
+        """Where this rank's own copies go first, and come back to: copy, slot and load of its own tokens."""
+        return self.wire or self
+
+    @property
+    def copies(self) -> int:
+        """Copies of this rank's tokens, on the host."""
+        return self.wire.copies if self.wire else sum(self.counts)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        own = (self.copy, self.slot, self.groups, self.blocks, self.load)
+        return (*own, self.wire.copy, self.wire.slot, self.wire.load) if self.wire else own
 
     @cached_property
     def counts(self) -> list[int]:
@@ -70,27 +120,49 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
 
 def dispatch(x: Operand, plan: Plan) -> Operand:
     """Rows of x [T, D] in expert order, [rows, D]: codes and scales as they are, nothing is rounded on the way."""
-    return moe.dispatch(x, plan.copy, plan.slot)
+    return arrive(moe.dispatch(x, plan.here.copy, plan.here.slot), plan)
+
+
+def arrive(rows: Operand, plan: Plan) -> Operand:
+    """Rows in the order in which they leave this rank -> [rows, D] where their experts are."""
+    return moe.dispatch(plan.wire.send(rows), plan.copy, plan.slot) if plan.wire else rows
 
 
 def wire_bytes(rows: Operand, plan: Plan) -> int:
-    """Bytes of the live rows [rows, D]: codes and their scales as stored. Gate weights and indices are not counted."""
+    """Bytes of all copies of this rank's tokens as such rows: codes and scales as stored. Gate weights are not counted."""
     parts = [rows]
     if isinstance(rows, QuantizedTensor):  # one scale for all rows is known to both sides
         parts = [rows.codes] if rows.tile.rows is None else [rows.codes, rows.scale]
-    return sum(plan.counts) * sum(part.shape[-1] * part.element_size() for part in parts if isinstance(part, Tensor))
+    return plan.copies * sum(part.shape[-1] * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def dispatch_copies(x: Tensor, plan: Plan) -> Tensor:
     """One value per (token, choice), [T, K] -> [rows] in expert order; 0 in inert rows."""
-    return moe.pick(x, plan.copy)
+    copies = moe.pick(x, plan.here.copy)
+    if plan.wire:
+        arrived = plan.wire.send(copies)
+        assert isinstance(arrived, Tensor)
+        return moe.pick(arrived, plan.copy)
+    return copies
 
 
 def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
     """Sums each token's K rows [rows, D] in fp32, in order of choice, optionally weighted by fp32 [T, K]; one rounding."""
-    return moe.combine(rows, plan.slot, weights)
+    return combine_here(leave(rows, plan), plan, weights)
+
+
+def leave(rows: Tensor, plan: Plan) -> Tensor:
+    """Rows [rows, D] where their experts are -> rows where their tokens are, as `combine_here` reads them."""
+    return plan.wire.send_back(moe.combine(rows, plan.slot)) if plan.wire else rows
+
+
+def combine_here(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
+    """`combine` of rows that `leave` has given."""
+    return moe.combine(rows, plan.here.slot, weights)
 
 
 def collect_copies(rows: Tensor, plan: Plan) -> Tensor:
     """One value per row -> [T, K]; 0 for choices that went nowhere. Inverse of `dispatch_copies`."""
-    return moe.pick(rows, plan.slot)
+    if plan.wire:
+        rows = plan.wire.send_back(moe.pick(rows, plan.slot.flatten()))
+    return moe.pick(rows, plan.here.slot)

@@ -19,7 +19,17 @@ from torch.autograd.function import once_differentiable
 from dsv3fp8.kernels import moe
 from dsv3fp8.kernels.elementwise import choose_swiglu, swiglu_backward, swiglu_backward_cast
 from dsv3fp8.ops import report
-from dsv3fp8.ops.exchange import Plan, collect_copies, combine, dispatch, dispatch_copies, wire_bytes
+from dsv3fp8.ops.exchange import (
+    Plan,
+    arrive,
+    collect_copies,
+    combine,
+    combine_here,
+    dispatch,
+    dispatch_copies,
+    leave,
+    wire_bytes,
+)  # fmt: skip
 from dsv3fp8.ops.grouped import grouped_rows, grouped_wgrad
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import keep, together
@@ -54,20 +64,23 @@ class _RoutedExperts(torch.autograd.Function):
         row_weight = dispatch_copies(weights, plan) if recipe.gate == "before" else None
         cache, act, operand = activate(h, recipe, call.down, row_weight, plan.groups)
         out = grouped_rows(operand, call.down_codes.fprop(w_down), plan, edge.dtype, call.down.gemm, "fprop")
+        returned = leave(out, plan)
         made_again = recipe.swiglu_output == "recompute"
         scale = call.down.known_scale("input", operand) if made_again else ()
         tensors, ctx.restore = together(
             keep(received),
             keep(cache),
             None if made_again else keep(operand),
-            keep(out) if recipe.gate == "after" else None,  # the gate weights' gradient reads it
+            keep(returned) if recipe.gate == "after" else None,  # the gate weights' gradient reads it
+            keep(row_weight) if row_weight is not None and plan.wire else None,  # not to be sent twice
         )
         ctx.save_for_backward(weights, w_gate_up, w_down, *tensors, *scale)
         ctx.call, ctx.dtype, ctx.scales = call, edge.dtype, len(scale)
-        routed = combine(out, plan, weights if recipe.gate == "after" else None)
+        routed = combine_here(returned, plan, weights if recipe.gate == "after" else None)
         ctx.node = ledger.here("dispatch")
         if ctx.node:
-            _report_forward(ctx.node, call, (w_gate_up, w_down), x, received, weights, h, cache, act, operand, out, routed)
+            outs, gates = (out, returned), (weights, row_weight)
+            _report_forward(ctx.node, call, (w_gate_up, w_down), x, received, gates, h, cache, act, operand, outs, routed)
         return routed
 
     @staticmethod
@@ -77,9 +90,10 @@ class _RoutedExperts(torch.autograd.Function):
         call: ExpertsCall = ctx.call
         plan, recipe, dtype = call.plan, call.recipe, ctx.dtype
         scale = saved.pop() if ctx.scales else None
-        received, cache, operand, output = ctx.restore(saved)
+        received, cache, operand, output, row_weight = ctx.restore(saved)
         before = recipe.gate == "before"
-        row_weight = dispatch_copies(weights, plan) if before else None
+        if before and row_weight is None:
+            row_weight = dispatch_copies(weights, plan)
 
         dout, dweights = _combine_backward(dy.contiguous(), weights, output, call, ctx.node)
         dact = grouped_rows(dout, call.down_codes.dgrad(w_down), plan, dtype, call.down.gemm, "dgrad")
@@ -130,15 +144,17 @@ def _swiglu_backward(
 
 
 def _report_forward(
-    node: ledger.Node, call: ExpertsCall, masters: tuple[Tensor, Tensor], x: Operand, received: Operand, weights: Tensor,
-    h: Tensor, cache: Operand, act: Tensor, operand: Operand, out: Tensor, routed: Tensor,
+    node: ledger.Node, call: ExpertsCall, masters: tuple[Tensor, Tensor], x: Operand, received: Operand,
+    gates: tuple[Tensor, Tensor | None], h: Tensor, cache: Operand, act: Tensor, operand: Operand,
+    outs: tuple[Tensor, Tensor], routed: Tensor,
 ) -> None:  # fmt: skip
-    plan, recipe = call.plan, call.recipe
+    plan, recipe, (out, returned), (weights, row_weight) = call.plan, call.recipe, outs, gates
     inert = 1 - sum(plan.counts) / plan.rows if plan.rows else 0.0
-    indices = {"plan": (plan.copy, plan.slot, plan.groups, plan.blocks, plan.load)}
+    indices = {"plan": plan.tensors}
+    kept = {"received": received, "received_gate": row_weight if plan.wire else None}
     wire = wire_bytes(received, plan)
     node.report(
-        "forward", received, {"payload": x, "gate": weights}, {"received": received}, {"received": received},
+        "forward", received, {"payload": x, "gate": weights}, {"received": received}, kept,
         wire=wire, holds=indices, inert=inert,
     )  # fmt: skip
     codes = call.gate_up_codes.fprop(masters[0])
@@ -149,12 +165,12 @@ def _report_forward(
     if recipe.swiglu_output == "keep":
         keeps = {"act": operand}
     if recipe.gate == "after":
-        keeps["expert_out"] = out
+        keeps["expert_out"] = returned
     codes = call.down_codes.fprop(masters[1])
     node.at("expert_down").report(
         "forward", out, {"act": operand, "w_expert_down": codes}, {"expert_out": out}, keeps, inert=inert
     )
-    wire, reads = wire_bytes(out, plan), {"expert_out": out, "gate": None if recipe.gate == "before" else weights}
+    wire, reads = wire_bytes(out, plan), {"expert_out": returned, "gate": None if recipe.gate == "before" else weights}
     node.at("combine").report("forward", wide(out), reads, {"routed": routed}, {"gate": weights}, wire=wire)
 
 
@@ -172,7 +188,7 @@ def _combine_backward(
     assert output is not None
     # Each copy of dY * gate is cast before it travels; what leaves is per copy, so it is already in row order.
     quantized, rides = call.down.gemm.gradient.quantized, call.down.rides("gradient")
-    given = (dy, plan.copy, plan.slot, weights, output)
+    given = (dy, plan.here.copy, plan.here.slot, weights, output)
     copies: Operand
     if rides and moe.choose_exchange(dy.device, weights.shape[1], dtype=dy.dtype, fmt=rides[0]).backend == "triton":
         copies, dweights = moe.weigh_cast(*given, *rides)
@@ -180,9 +196,10 @@ def _combine_backward(
     else:
         weighted, dweights = moe.weigh(*given, widened(dy.dtype) if quantized else dy.dtype)
         copies = call.down.quantize("gradient", weighted, 1)
+    received = arrive(copies, plan)
     if node:
-        _report_combine_backward(node.at("combine"), plan, weighted, copies, copies, dweights)
-    return copies, dweights
+        _report_combine_backward(node.at("combine"), plan, weighted, copies, received, dweights)
+    return received, dweights
 
 
 def _report_combine_backward(

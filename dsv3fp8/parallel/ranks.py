@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,11 +35,16 @@ class Ranks:
     """This process among those that train together, every one with tokens of its own.
 
     index: 0 .. count - 1. local: among those of this host. Every method but `first` is called by all ranks, in one order.
+    expert: ranks in a row that the experts are dealt out to, None as their group where each rank has all of them.
+    replicas: the ranks that hold the same experts as this one.
     """
 
     index: int = 0
     count: int = 1
     local: int = 0
+    expert: int = 1
+    expert_group: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -104,8 +110,11 @@ def local_rank() -> int:
 
 
 @contextmanager
-def join(device: torch.device) -> Iterator[Ranks]:
-    """Meet the other ranks, and leave with them: nobody leaves before all have finished what is inside."""
+def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
+    """Meet the other ranks, and leave with them: nobody leaves before all have finished what is inside.
+
+    expert: so many ranks in a row hold all experts between them.
+    """
     if rank_count() == 1:
         yield ALONE
         return
@@ -115,6 +124,9 @@ def join(device: torch.device) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=PATIENCE)
     ranks = Ranks(index, count, local_rank())
+    if expert > 1:
+        mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
+        ranks = replace(ranks, expert=expert, expert_group=mesh.get_group("expert"), replicas=mesh.get_group("replica"))
     yield ranks
     # Not after an error: the others may wait for this rank in another place.
     ranks.wait()
@@ -132,6 +144,11 @@ def speaks() -> bool:
         return store.add("failed", 1) == 1
     except (RuntimeError, ValueError):
         return True  # the place went down with the rank that kept it
+
+
+def has_met() -> bool:
+    """Whether this process has met others."""
+    return _meeting is not None
 
 
 def lost(error: BaseException) -> bool:

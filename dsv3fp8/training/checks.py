@@ -6,8 +6,10 @@ import torch
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
+from dsv3fp8.errors import UserError
 from dsv3fp8.kernels import te
 from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.parallel.experts import reason_against
 from dsv3fp8.parallel.ranks import local_rank, rank_count
 from dsv3fp8.training.config import DEVICES, raise_problems
 
@@ -47,18 +49,17 @@ def validate_run(config: RunConfig) -> None:
 def parallel_problems(config: RunConfig) -> list[str]:
     """What is wrong with the layout over the processes that were started."""
     parallel, count = config.parallel, rank_count()
-    problems = [
-        f"parallel.{name}={getattr(parallel, name)}: this release cuts nothing along it; set it to 1 and use "
-        "parallel.dp_replicate"
-        for name in ("dp_shard", "expert")
-        if getattr(parallel, name) != 1
-    ]
-    if problems:
-        return problems
+    if parallel.dp_shard != 1:
+        return [f"parallel.dp_shard={parallel.dp_shard}: this release does not shard; set it to 1, use parallel.dp_replicate"]
     if parallel.ranks != count:
         start = f"start it with torchrun --nproc-per-node={parallel.ranks}" if count == 1 else f"set it to {count}"
         return [f"parallel.dp_replicate={parallel.dp_replicate} with {count} processes: {start}"]
-    return []
+    try:
+        parallel.check(count, config.model)
+    except UserError as error:
+        return [str(error)]
+    against = reason_against(config.recipe) if parallel.expert > 1 else None
+    return [f"parallel.expert={parallel.expert}: {against}; set it to 1"] if against else []
 
 
 def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -43,7 +43,7 @@ def train(config: RunConfig) -> int:
     config.validate()
     validate_run(config)
     device = select_device(config.training.device)
-    with join(device) as ranks, ExitStack() as stack:
+    with join(device, config.parallel.expert) as ranks, ExitStack() as stack:
         directory = RunDirectory(Path(config.run_dir))
         if ranks.first:
             stack.enter_context(directory)
@@ -189,9 +189,9 @@ class Loop:
     def _save(self) -> None:
         run = self.run
         self.speed.pause()
+        self.records.sync()
+        files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict(), run.ranks)
         if run.ranks.first:
-            self.records.sync()
-            files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict())
             save_checkpoint(run.directory.checkpoints, self.state.step, files, self.training.keep)
         run.ranks.wait()
         self._saved_step, self._checkpoint_due = self.state.step, False

@@ -14,7 +14,8 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
 from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.parallel.ranks import Ranks
+from dsv3fp8.parallel.experts import deal_out
+from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
 from dsv3fp8.training.checks import fit_vocabulary
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
@@ -78,13 +79,13 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     state.corpus = corpus.describe()["sha256"]
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
 
-    model, optimizer = build(config, device)
+    model, optimizer = build(config, device, ranks)
     if ranks.first:
         try:
             directory.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
-        check_space(directory.checkpoints, checkpoint_bytes(model, optimizer), config.training.keep)
+        check_space(directory.checkpoints, checkpoint_bytes(model, optimizer, ranks), config.training.keep)
     training = config.training
     batches = TrainBatches(
         corpus.train,
@@ -98,7 +99,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     )
     notes = []
     if saved:
-        restore(saved[-1][1], model, optimizer, new_scales=any(key.startswith("recipe.") for key in changed))
+        restore(saved[-1][1], model, optimizer, ranks, new_scales=any(key.startswith("recipe.") for key in changed))
         notes.append(f"going on after step {state.step}, from {saved[-1][1]}")
         notes += _take_position(batches, state, config.resume)
         if changed:
@@ -109,11 +110,12 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes)
 
 
-def build(config: RunConfig, device: torch.device) -> tuple[Transformer, AdamW]:
-    """The model with its initial weights, and its optimizer."""
+def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> tuple[Transformer, AdamW]:
+    """The model with its initial weights, this rank's experts alone, and its optimizer."""
     with device:
         model = Transformer(config.model, config.recipe)
     model.initialize(config.training.seed)
+    deal_out(model, ranks)
     return model, AdamW(model.parameter_groups(), config.optimizer)
 
 

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.parallel.experts import expert_names, own, whole
+from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.checkpoint import load_file, load_model, model_tensors
 from dsv3fp8.training.optimizer import AdamW
 
@@ -69,11 +72,15 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def checkpoint_files(
-    state: TrainingState, model: nn.Module, optimizer: AdamW, config: dict[str, Any]
+    state: TrainingState, model: Transformer, optimizer: AdamW, config: dict[str, Any], ranks: Ranks = ALONE
 ) -> dict[str, dict[str, Any]]:
-    """What save_checkpoint writes; UserError if a weight or a moment is not finite: no such state is ever saved."""
-    tensors = model_tensors(model)
+    """What save_checkpoint writes, with the experts of all ranks; all of them call this.
+
+    UserError if a weight or a moment is not finite: no such state is ever saved.
+    """
+    tensors = whole(model, model_tensors(model), ranks)
     moments = optimizer.state_dict()
+    moments |= {kind: whole(model, moments[kind], ranks) for kind in ("first", "second")}
     for group in (tensors, moments["first"], moments["second"]):
         bad = _first_non_finite(group)
         if bad:
@@ -98,11 +105,11 @@ def _first_non_finite(tensors: dict[str, Tensor]) -> str | None:
     return list(floating)[finite.tolist().index(False)]
 
 
-def checkpoint_bytes(model: nn.Module, optimizer: AdamW) -> int:
+def checkpoint_bytes(model: Transformer, optimizer: AdamW, ranks: Ranks = ALONE) -> int:
     """Size of a checkpoint to come, within a few kilobytes."""
-    moments = optimizer.state_dict()
-    tensors = [*model_tensors(model).values(), *moments["first"].values(), *moments["second"].values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    moments, experts = optimizer.state_dict(), set(expert_names(model))
+    parts = [pair for tensors in (model_tensors(model), moments["first"], moments["second"]) for pair in tensors.items()]
+    return sum(tensor.nbytes * (ranks.expert if name in experts else 1) for name, tensor in parts)
 
 
 def load_state(checkpoint: Path) -> tuple[TrainingState, dict[str, Any], dict[str, Any]]:
@@ -118,15 +125,16 @@ def load_state(checkpoint: Path) -> tuple[TrainingState, dict[str, Any], dict[st
     return TrainingState(**{name: saved[name] for name in known}), saved["config"], saved["random"]
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: AdamW, new_scales: bool = False) -> None:
-    """Load weights and moments of a checkpoint.
+def restore(checkpoint: Path, model: Transformer, optimizer: AdamW, ranks: Ranks = ALONE, *, new_scales: bool = False) -> None:
+    """Load weights and moments of a checkpoint, of the experts those of this rank.
 
     `new_scales`: for a fork into another recipe. Amax histories and frozen scales begin anew, since which of them there
     are, and what they stand for, is the recipe's.
     """
     tensors = load_file(checkpoint, "model")
     if new_scales:
-        own = {name: tensor for name, tensor in model_tensors(model).items() if SCALE_STATE.fullmatch(name)}
-        tensors = {name: tensor for name, tensor in tensors.items() if not SCALE_STATE.fullmatch(name)} | own
-    load_model(model, tensors, checkpoint)
-    optimizer.load_state_dict(load_file(checkpoint, "optimizer"))
+        fresh = {name: tensor for name, tensor in model_tensors(model).items() if SCALE_STATE.fullmatch(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not SCALE_STATE.fullmatch(name)} | fresh
+    load_model(model, own(model, tensors, ranks), checkpoint)
+    moments = load_file(checkpoint, "optimizer")
+    optimizer.load_state_dict(moments | {kind: own(model, moments[kind], ranks) for kind in ("first", "second")})

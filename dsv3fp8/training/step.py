@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv3fp8.model.targets import Totals, count_targets
 from dsv3fp8.ops.accumulate import adding_up
 from dsv3fp8.parallel.ranks import ALONE, Ranks
-from dsv3fp8.parallel.reduction import add_up_step
-from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm, gradients
+from dsv3fp8.parallel.reduction import add_up_step, joint_norm, split_gradients
+from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm
 from dsv3fp8.training.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -132,8 +132,10 @@ def take_step(
         del losses
     assert sums is not None
 
-    add_up_step(model, list(optimizer.parameters.values()), sums, ranks)
-    norm = gradient_norm(gradients(optimizer.parameters.values()), sums.device)
+    parameters = list(optimizer.parameters.values())
+    add_up_step(model, parameters, sums, ranks)
+    shared, experts = (gradient_norm(part, sums.device) for part in split_gradients(model, parameters, ranks))
+    norm = joint_norm(shared, experts, ranks)
     applied = _is_sound(sums, norm, clip_norm)
     optimizer.step(lr, applied, clip_factor(norm, clip_norm))
     optimizer.zero_grad()

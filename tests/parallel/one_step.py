@@ -8,6 +8,7 @@ from support import build, nano, recipe
 
 from dsv3fp8.data import Batch
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.parallel.experts import deal_out, whole
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.config import OptimizerConfig
 from dsv3fp8.training.optimizer import AdamW
@@ -24,8 +25,10 @@ class Seen(AdamW):
         super().step(*given)
 
 
-def made(recipe_name: str, *words: str, **sizes: Any) -> tuple[Transformer, Seen]:
+def made(recipe_name: str, *words: str, ranks: Ranks = ALONE, **sizes: Any) -> tuple[Transformer, Seen]:
+    """The model with this rank's experts, and its optimizer."""
     model = build(nano(**{"layers": 3, "experts": 8, "balance_loss": 1e-2, **sizes}), recipe(recipe_name, *words))
+    deal_out(model, ranks)
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1)
     return model, Seen(model.parameter_groups(), config)
 
@@ -54,19 +57,19 @@ def result_of(model: Transformer, optimizer: Seen, micro_batches: list[Batch], r
     return {
         "loss": found.loss, "mtp": list(found.mtp_losses), "balance": found.balance_loss, "norm": found.grad_norm,
         "applied": found.applied, "tokens": found.tokens, "load": found.expert_load.clone(),
-        "gradients": {name: each.clone() for name, each in optimizer.gradients.items()},
-        "weights": {name: each.detach().clone() for name, each in model.state_dict().items()},
+        "gradients": {name: each.clone() for name, each in whole(model, optimizer.gradients, ranks).items()},
+        "weights": {name: each.detach().clone() for name, each in whole(model, model.state_dict(), ranks).items()},
     }  # fmt: skip
 
 
-def step_of_rank(ranks: Ranks, recipe_name: str, parts: int) -> dict[str, Any]:
-    """For `on_ranks`."""
-    return result_of(*made(recipe_name), share(sequences(), ranks.index, ranks.count, parts), ranks)
+def step_of_rank(ranks: Ranks, recipe_name: str, parts: int, *words: str) -> dict[str, Any]:
+    """For `on_ranks`; gradients and weights with the experts of all ranks."""
+    return result_of(*made(recipe_name, *words, ranks=ranks), share(sequences(), ranks.index, ranks.count, parts), ranks)
 
 
-def step_alone(recipe_name: str, parts: int = 1) -> dict[str, Any]:
+def step_alone(recipe_name: str, parts: int = 1, *words: str) -> dict[str, Any]:
     """The same step on one rank."""
-    return result_of(*made(recipe_name), share(sequences(), 0, 1, parts))
+    return result_of(*made(recipe_name, *words), share(sequences(), 0, 1, parts))
 
 
 def whole_step(micro_batches: list[Batch], depth: int) -> Ranks:

@@ -82,14 +82,17 @@ def test_a_context_too_short_for_every_mtp_depth_is_refused(nano: Any) -> None:
 
 
 def test_as_many_processes_as_the_layout_asks_for(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="parallel.dp_replicate=2 with 1 processes: start it with torchrun --nproc-per-node=2"):
+    with pytest.raises(UserError, match=r"parallel.dp_replicate=2 with 1 processes: start it with torchrun --nproc-per-node=2"):
         validate_run(nano("parallel.dp_replicate=2"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="parallel.dp_replicate=1 with 2 processes: set it to 2"):
+    with pytest.raises(UserError, match=r"parallel.dp_replicate=1 with 2 processes: set it to 2"):
         validate_run(nano())
-    with pytest.raises(UserError, match="parallel.dp_shard=2: this release cuts nothing along it"):
+    with pytest.raises(UserError, match=r"parallel.dp_shard=2: this release does not shard"):
         validate_run(nano("parallel.dp_shard=2"))
     validate_run(nano("parallel.dp_replicate=2"))
+    validate_run(nano("parallel.dp_replicate=2", "parallel.expert=2"))
+    with pytest.raises(UserError, match=r"parallel.expert=2: recipe=delayed keeps one scale .*; set it to 1"):
+        validate_run(nano("parallel.dp_replicate=2", "parallel.expert=2", "recipe=delayed"))
 
 
 def test_cuda_without_a_gpu_is_refused(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
