@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -25,7 +25,10 @@ T = TypeVar("T")
 # How long a rank waits for another one: the first to read a corpus may tokenize it meanwhile.
 PATIENCE = timedelta(hours=2)
 # What errors say where the rank at the other end is gone.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
+LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting",
+    "connectFullMesh failed",
+)  # fmt: skip
 
 _meeting: Store | None = None  # where this process met the others
 
@@ -159,8 +162,9 @@ def lost(error: BaseException) -> bool:
 def _meet() -> tuple[Store, int, int]:
     global _meeting
     store, index, count = next(rendezvous("env://", timeout=PATIENCE))
-    _meeting = store
-    return store, index, count
+    # torchrun keeps the place over restarts, with all that those who are gone have left there.
+    _meeting = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return _meeting, index, count
 
 
 # Elements that travel at once: 64 MiB of FP32.

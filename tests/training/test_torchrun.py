@@ -1,6 +1,7 @@
 """Whole runs on two ranks, as torchrun starts them."""
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,12 +16,12 @@ from dsv3fp8.training.checkpoint import list_checkpoints
 from dsv3fp8.training.loop import train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-COMMAND = [*TORCHRUN, "-m", "dsv3fp8", "train"]
 
 
-def start(words: list[str]) -> subprocess.Popen:
+def start(words: list[str], *options: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*COMMAND, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*TORCHRUN, *options, "-m", "dsv3fp8", "train", *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[str, list[str]]:
@@ -61,20 +62,25 @@ def test_two_ranks_train_the_curve_of_one(nano: Any, data_words: list[str], tmp_
 
 
 def pids(parent: int) -> list[int]:
+    """The ranks that torchrun has started, in their order."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=True)
-    return [int(word) for word in listed.stdout.split()]
+    return sorted(int(word) for word in listed.stdout.split())
+
+
+def wait_for_lines(process: subprocess.Popen, metrics: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+        assert time.monotonic() < deadline, "the run makes no progress"
+        assert process.poll() is None
+        time.sleep(0.005)
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(data_words: list[str], tmp_path: Path) -> None:
     """K08, and the run goes on from there."""
     words = [*data_words, "recipe=bf16", "parallel.dp_replicate=2", "training.checkpoint_every=0", f"run_dir={tmp_path}/run"]
     process, metrics = start([*words, "training.steps=100000"]), tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
-    ranks = sorted(pids(process.pid))
+    wait_for_lines(process, metrics, 4)
+    ranks = pids(process.pid)
     os.kill(ranks[-1], signal.SIGTERM)
     output, errors = finish(process)
     assert process.returncode != 0
@@ -104,3 +110,21 @@ def test_what_is_wrong_is_one_line(data_words: list[str], tmp_path: Path, words:
     assert process.returncode != 0
     assert len(errors) == 1
     assert re.search(re.escape(line), errors[0]), errors
+
+
+def test_kill_9_of_any_rank_leaves_the_curve_of_an_undisturbed_run(data_words: list[str], tmp_path: Path, curve: Any) -> None:
+    """torchrun starts all again, and they go on from the newest checkpoint: every number is that of the run nobody killed."""
+    words = [*data_words, "recipe=dsv3", "parallel.dp_replicate=2", "parallel.expert=2", "training.steps=60"]
+    words.append("training.checkpoint_every=4")
+    whole = start([*words, f"run_dir={tmp_path}/whole"])
+    assert not finish(whole)[1]
+    process, metrics = start([*words, f"run_dir={tmp_path}/killed"], "--max-restarts=2"), tmp_path / "killed" / "metrics.jsonl"
+    moments = random.Random(3)
+    for rank, at_least in ((1, moments.randint(5, 15)), (0, moments.randint(25, 45))):
+        wait_for_lines(process, metrics, at_least)
+        os.kill(pids(process.pid)[rank], signal.SIGKILL)
+    _, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert len(errors) == 2
+    assert all("another rank has stopped, so this one stops too" in line for line in errors)
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
