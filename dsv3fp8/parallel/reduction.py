@@ -49,8 +49,6 @@ def split_gradients(model: Transformer, parameters: Iterable[nn.Parameter], rank
 
 def joint_norm(shared: Tensor, experts: Tensor, ranks: Ranks) -> Tensor:
     """The norm of all gradients, the same bits on every rank, from the FP64 norms of the two parts."""
-    if ranks.expert_group is None:
-        return shared
     squared = experts.square()
     dist.all_reduce(squared, group=ranks.expert_group)
     return (shared.square() + squared).sqrt()

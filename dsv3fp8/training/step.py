@@ -134,8 +134,10 @@ def take_step(
 
     parameters = list(optimizer.parameters.values())
     add_up_step(model, parameters, sums, ranks)
-    shared, experts = (gradient_norm(part, sums.device) for part in split_gradients(model, parameters, ranks))
-    norm = joint_norm(shared, experts, ranks)
+    shared, experts = split_gradients(model, parameters, ranks)
+    norm = gradient_norm(shared, sums.device)
+    if experts:
+        norm = joint_norm(norm, gradient_norm(experts, sums.device), ranks)
     applied = _is_sound(sums, norm, clip_norm)
     optimizer.step(lr, applied, clip_factor(norm, clip_norm))
     optimizer.zero_grad()
