@@ -8,7 +8,9 @@ import torch
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
 from dsv3fp8.kernels import te
+from dsv3fp8.kernels.backend import reads_counts
 from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.training.config import DEVICES, raise_problems
 
 # A vocabulary taken from the tokenizer is rounded up to a multiple of this, for the sake of the GEMM of the head.
@@ -37,6 +39,12 @@ def validate_run(config: RunConfig) -> None:
         problems += [] if against is None else [f"recipe.linears=te: {against}"]
     if training.cuda_graph and not problems and select_device(training.device).type != "cuda":
         problems.append("training.cuda_graph=true needs a CUDA GPU: set it to false")
+    elif training.cuda_graph and not problems and model.dense_layers < model.layers:
+        against = reads_counts(config.recipe, select_device(training.device), linear_shapes(model))
+        if against is not None:
+            problems.append(
+                f"training.cuda_graph=true cannot record a step that reads counts back ({against}): set it to false"
+            )
     if training.cuda_graph and config.data.isolate_documents:
         problems.append(
             "training.cuda_graph=true cannot record steps that keep documents apart: set it or data.isolate_documents to false"
