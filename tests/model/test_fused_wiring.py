@@ -169,9 +169,9 @@ def test_on_a_gpu_the_kernels_give_the_gradients_of_the_reference(name: str, mon
     got = gradients_on_a_gpu(name)
     monkeypatch.setattr(elementwise, "against_triton", lambda _: "not asked for")
     want = gradients_on_a_gpu(name)
-    assert_close(got, want)
+    assert_close(got, want, 0.996 if name == "hybrid" else 0.999)  # a step of E5M2 is two of E4M3: four times the 1 - cosine
 
 
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 0.999) -> None:
     cosines = {key: torch.nn.functional.cosine_similarity(got[key].flatten(), want[key].flatten(), 0) for key in want}
-    assert min(cosines.values()) > 0.999, cosines
+    assert min(cosines.values()) > least, cosines
