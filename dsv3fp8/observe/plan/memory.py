@@ -122,7 +122,7 @@ def working(plan: Planned, unit: str) -> int:
     wide = config.shared_experts * config.expert_ffn if routed else config.ffn
     parts = [_attention(config, recipe, load.tokens), _feed_forward(config, recipe, load.tokens, wide)]
     if routed:
-        parts.append(_experts(config, recipe, load.padded))
+        parts.append(_experts(config, recipe, load.padded) + _returned(plan))
     return stream + max(parts)
 
 
@@ -155,3 +155,9 @@ def _experts(config: ModelConfig, recipe: Recipe, rows: int) -> int:
     dim, hidden = config.dim, config.expert_ffn
     row = sum(both * operand(width) for width in (dim, hidden, 2 * hidden)) + carried * (hidden + dim)
     return rows * (row + (operand(dim) if both > 1 else 0))  # the received codes re-tiled
+
+
+def _returned(plan: Planned) -> int:
+    """Rows that other GPUs send back, before they are summed by token."""
+    copies = plan.load.tokens * plan.config.top_k if plan.parallel.expert > 1 else 0
+    return copies * compute_bytes(plan.recipe) * plan.config.dim

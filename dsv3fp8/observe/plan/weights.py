@@ -94,9 +94,9 @@ def compute_bytes(recipe: Recipe) -> int:
 def units(config: ModelConfig) -> list[Unit]:
     """In the order of forward. config.vocab_size is a number."""
     assert config.vocab_size is not None
-    blocks = [Unit("dense", tuple(_block(config, dense=True)))] * config.dense_layers
+    blocks = [Unit("dense", block_weights(config, dense=True))] * config.dense_layers
     if config.has_experts:
-        blocks += [Unit("moe", tuple(_block(config, dense=False)))] * (config.layers - config.dense_layers)
+        blocks += [Unit("moe", block_weights(config, dense=False))] * (config.layers - config.dense_layers)
     table = config.vocab_size, config.dim
     head = [Weight("final norm", config.dim, wide=True)]
     if not config.tied_head:
@@ -107,8 +107,13 @@ def units(config: ModelConfig) -> list[Unit]:
         Weight("projection", config.dim, 2 * config.dim),
         Weight("last norm", config.dim, wide=True),
     )
-    ahead = [Unit("mtp", (*joint, *_block(config, dense=not config.has_experts)))] * config.mtp_depth
+    ahead = [Unit("mtp", (*joint, *block_weights(config, dense=not config.has_experts)))] * config.mtp_depth
     return [Unit("embedding", (Weight("embedding", *table),)), *blocks, *ahead, Unit("head", tuple(head))]
+
+
+def block_weights(config: ModelConfig, dense: bool) -> tuple[Weight, ...]:
+    """Of one transformer block."""
+    return tuple(_block(config, dense))
 
 
 def _block(config: ModelConfig, dense: bool) -> Iterator[Weight]:
