@@ -40,19 +40,16 @@ def check_memory(config: PlanConfig, settings: RunConfig, plan: Planned, used: M
     """Raise UserError where the peak is above the GPU's memory, with what would help most first."""
     if used.total <= config.memory * 1e9:
         return
-    advice = {
-        "stash": _stash_advice(settings, plan),
-        "transient": f"lower training.batch={settings.training.batch}" if settings.training.batch > plan.parallel.ranks else "",
-    }
     cut = f"raise parallel.dp_shard={plan.parallel.dp_shard}"
-    advice |= dict.fromkeys(("masters", "gradients", "codes"), cut)
-    advice["moments"] = f"{cut}, or set optimizer.moments=bf16" if plan.moment_bytes > 2 else cut
+    advice = {part: [cut] for part in ("masters", "moments", "codes", "gradients")}
+    advice["moments"] += ["set optimizer.moments=bf16"] if plan.moment_bytes > 2 else []
+    advice["stash"] = advice["transient"] = _fewer_tokens(settings, plan)
     largest = sorted(used.peak, key=lambda part: -used.peak[part])
     parts = ", ".join(f"{part} {used.peak[part] / 1e9:,.1f}" for part in largest[:3])
-    remedies = list(dict.fromkeys(advice[part] for part in largest if advice[part]))
+    remedies = list(dict.fromkeys(remedy for part in largest for remedy in advice[part]))
     raise UserError(
         f"memory={config.memory:g} GB of a GPU is less than the {used.total / 1e9:,.1f} GB of this plan's peak ({parts}): "
-        f"{', or '.join(remedies[:3])}"
+        f"{', or '.join(remedies[:4])}"
     )
 
 
@@ -61,12 +58,12 @@ def sequences_of_rank(settings: RunConfig, ranks: int) -> int:
     return math.ceil(settings.training.batch / ranks)
 
 
-def _stash_advice(settings: RunConfig, plan: Planned) -> str:
-    if settings.recipe.recompute != "norms_and_up":
-        return "set recipe.recompute=norms_and_up"
-    if settings.training.batch > plan.parallel.ranks:
-        return f"lower training.batch={settings.training.batch}"
-    return f"lower training.context={settings.training.context}"
+def _fewer_tokens(settings: RunConfig, plan: Planned) -> list[str]:
+    """What shrinks all that grows with the tokens."""
+    training = settings.training
+    again = [] if settings.recipe.recompute == "norms_and_up" else ["set recipe.recompute=norms_and_up"]
+    fewer = f"lower training.batch={training.batch}" if training.batch > plan.parallel.ranks else ""
+    return [*again, fewer or f"lower training.context={training.context}"]
 
 
 def _whole_nodes(ranks: int, node: int) -> str:

@@ -147,7 +147,7 @@ def help_text() -> str:
     keys = "\n".join(f"  {key:<26}{note}" for key, _, note in leaves(PlanConfig))
     return (
         "Usage: dsv3fp8 plan [model=v3_671b] [recipe=dsv3] [gpus=2048] [parallel.dp_shard=2048] [parallel.expert=64] …\n\n"
-        "Memory of each GPU, bytes on the wire and time of a training step, without a GPU. Keys of a run are those of `train`:\n"
-        "training.batch, training.context, training.accumulate, recipe.recompute, optimizer.moments and all others.\n\n"
+        "Memory of each GPU, bytes on the wire and time of a training step, without a GPU. Keys of a run are those of\n"
+        "`train`: training.batch, training.context, training.accumulate, recipe.recompute, optimizer.moments and others.\n\n"
         f"{keys}"
     )

@@ -17,9 +17,9 @@ TIMES = {
 
 def plan_text(data: dict[str, Any]) -> str:
     """Every table of a plan, then what it assumed."""
-    parallel = data["parallel"]
+    parallel, gpus = data["parallel"], f"{data['gpus']} GPU{'s' if data['gpus'] > 1 else ''}"
     head = (
-        f"{data['model']} under {data['recipe']}: {data['parameters'] / 1e9:,.2f} B parameters on {data['gpus']} GPUs "
+        f"{data['model']} under {data['recipe']}: {data['parameters'] / 1e9:,.2f} B parameters on {gpus} "
         f"(dp_replicate {parallel['dp_replicate']}, dp_shard {parallel['dp_shard']}, expert {parallel['expert']})\n"
         f"a step: {data['tokens']:,} tokens, of a GPU {data['accumulate']} × {data['tokens_of_gpu']:,}"
     )
@@ -55,8 +55,8 @@ def _time(data: dict[str, Any]) -> str:
     lines = aligned(("time of a step, ms", ""), rows)
     return (
         f"{lines}\n"
-        f"rates: {rates['gemm']:,.0f} TFLOP/s in GEMMs, {rates['attention']:,.0f} in attention, {rates['passes']:,.0f} GB/s between "
-        f"them, from {rates['source']};\n"
+        f"rates: {rates['gemm']:,.0f} TFLOP/s in GEMMs, {rates['attention']:,.0f} in attention, {rates['passes']:,.0f} GB/s "
+        f"between them, from {rates['source']};\n"
         f"head {rates['head']:,.0f} TFLOP/s, copy {rates['copy']:,.0f} GB/s; NVLink {rates['nvlink']:,.0f} and network "
         f"{rates['network']:,.0f} GB/s a GPU and direction"
     )

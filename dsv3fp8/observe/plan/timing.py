@@ -51,12 +51,17 @@ def timing(plan: Planned, sent: list[Transfer], length: int, speeds: Speeds) -> 
     is what runs while tokens are on the wire.
     """
     gemm, attention, passes = (plan.accumulate * seconds for seconds in _micro_batch(plan, length, speeds))
-    wire: dict[bool, float] = {True: 0.0, False: 0.0}
+    of_tokens, of_weights = 0.0, 0.0
     for transfer in sent:
-        wire[transfer.group.name == "expert"] += transfer.seconds(speeds.nvlink * 1e9, speeds.network * 1e9)
-    shared = min(wire[True], plan.accumulate * _shared_seconds(plan, speeds))
-    behind = min(wire[False], gemm + attention + passes - shared)
-    return Timing(gemm, attention, passes, _update(plan, speeds), shared + behind, sum(wire.values()) - shared - behind)
+        seconds = transfer.seconds(speeds.nvlink * 1e9, speeds.network * 1e9)
+        if transfer.group.name == "expert":
+            of_tokens += seconds
+        else:
+            of_weights += seconds
+    shared = min(of_tokens, plan.accumulate * _shared_seconds(plan, speeds))
+    behind = min(of_weights, gemm + attention + passes - shared)
+    exposed = (of_tokens - shared) + (of_weights - behind)
+    return Timing(gemm, attention, passes, _update(plan, speeds), shared + behind, exposed)
 
 
 def _micro_batch(plan: Planned, length: int, speeds: Speeds) -> tuple[float, float, float]:

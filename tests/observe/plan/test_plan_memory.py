@@ -1,0 +1,148 @@
+"""Memory of a plan, against counts by hand, modules on the meta device, the contract's figures and a GPU's peaks."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support import nano, recipe
+
+from dsv3fp8.config import load_config
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.observe.plan.memory import Planned, memory
+from dsv3fp8.observe.plan.stash import Load, kept_by_row, kept_by_token, load_of
+from dsv3fp8.observe.plan.weights import units
+from dsv3fp8.parallel.config import ParallelConfig
+from dsv3fp8.precision.recipe import Recipe
+
+
+def plan_of(
+    config: ModelConfig, given: Recipe, sizes: tuple[int, int, int] = (1, 1, 1), tokens: int = 128, **changes: Any
+) -> Planned:
+    parallel = ParallelConfig(*sizes)
+    load = load_of(config, parallel, tokens, 1.0)
+    plan = Planned(config, given, parallel, units(config), load, accumulate=1, moment_bytes=4)
+    return dataclasses.replace(plan, **changes)
+
+
+def preset(name: str) -> ModelConfig:
+    config = load_config([f"model={name}"]).model
+    return dataclasses.replace(config, vocab_size=config.vocab_size or 32_000)
+
+
+@pytest.mark.parametrize("name", ["nano", "tiny", "small", "medium", "v2_lite_16b", "v3_671b"])
+def test_every_parameter_is_counted(name: str) -> None:
+    config = preset(name)
+    with torch.device("meta"):
+        model = Transformer(config, recipe("dsv3"))
+    assert sum(unit.elements for unit in units(config)) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "config", [nano(tied_head=True, mtp_depth=2), nano(shared_experts=0), nano(dense_layers=2), nano(q_latent=None)]
+)
+def test_every_parameter_of_unusual_models_is_counted(config: ModelConfig) -> None:
+    model = Transformer(config, recipe("dsv3"))
+    assert sum(unit.elements for unit in units(config)) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_published_sizes() -> None:
+    """DeepSeek-V3: 671 B without multi-token prediction; V2-Lite: 15.7 B."""
+    v3 = [unit.elements for unit in units(dataclasses.replace(preset("v3_671b"), mtp_depth=0))]
+    assert round(sum(v3) / 1e9) == 671
+    assert round(sum(unit.elements for unit in units(preset("v2_lite_16b"))) / 1e9, 1) == 15.7
+
+
+# One dense layer, D = 256, two heads of 128 + 64 and 128, no query latent, FFN 512, vocabulary 1000:
+# norms 2·256 + 128 and a last one of 256, q 384·256, kv_a 192·256, kv_b 512·128, out 256·256, gate_up 1024·256, down 256·512,
+# embedding and head 1000·256.
+DENSE = nano(
+    vocab_size=1000, dim=256, layers=1, dense_layers=1, heads=2, q_latent=None, kv_latent=128, head_nope=128, head_rope=64,
+    head_v=128, ffn=512, mtp_depth=0, context=128,
+)  # fmt: skip
+QUANTIZED = 98_304 + 49_152 + 65_536 + 65_536 + 262_144 + 131_072
+# Blocks of 128×128: q 3·2, kv_a 2·2, kv_b 4·1, out 2·2, gate_up 8·2, down 2·4.
+SCALES = 6 + 4 + 4 + 4 + 16 + 8
+PARAMETERS = QUANTIZED + 640 + 256 + 512_000
+
+
+def test_weights_and_their_state_by_hand() -> None:
+    used = memory(plan_of(DENSE, recipe("dsv3")))
+    assert used.whole["masters"] == used.whole["gradients"] == 4 * PARAMETERS
+    assert used.whole["moments"] == 8 * PARAMETERS
+    # Codes with scales in both orientations, and the head in BF16.
+    assert used.whole["codes"] == 2 * (QUANTIZED + 4 * SCALES) + 2 * 256_000
+    assert memory(plan_of(DENSE, recipe("bf16"))).whole["codes"] == 2 * QUANTIZED + 2 * 256_000
+    assert memory(plan_of(DENSE, recipe("fp32"))).whole["codes"] == 0
+    assert memory(plan_of(DENSE, recipe("dsv3"), moment_bytes=2)).whole["moments"] == 4 * PARAMETERS
+
+
+def test_shards_by_hand() -> None:
+    """On four GPUs a quarter of everything; codes lie there once, and the head is cast as it is sent."""
+    used = memory(plan_of(DENSE, recipe("dsv3"), (1, 4, 1)))
+    assert used.whole["masters"] == PARAMETERS  # 4 bytes / 4 GPUs: all rows divide
+    assert used.whole["codes"] == pytest.approx((QUANTIZED + 4 * SCALES) / 4, abs=24)
+    replicas = memory(plan_of(DENSE, recipe("dsv3"), (4, 1, 1)))
+    assert replicas.whole["masters"] == 4 * PARAMETERS
+
+
+def test_experts_are_dealt_out_and_then_cut() -> None:
+    config = nano()
+    one = sum(weight.elements for unit in units(config) for weight in unit.weights if weight.experts)
+    assert one == 2 * 4 * 3 * 40 * 48  # two MoE blocks, four experts of three 40×48 matrices
+    for sizes, share in (((1, 2, 2), 2), ((2, 1, 2), 2), ((1, 4, 2), 4), ((4, 1, 4), 4)):
+        parallel = ParallelConfig(*sizes)
+        kept = sum(w.kept(parallel) for unit in units(config) for w in unit.weights if w.experts)
+        assert kept == one // share, sizes
+
+
+def test_uneven_rows_count_on_the_gpu_that_has_most() -> None:
+    assert memory(plan_of(DENSE, recipe("bf16"), (1, 3, 1))).whole["masters"] > 4 * PARAMETERS / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "listed"),
+    [
+        ("bf16", ("swiglu_output=keep",), 455_168), ("dsv3", (), 303_488), ("dsv3", ("swiglu_output=keep",), 322_496),
+        ("dsv3", ("recompute=norms_and_up",), 155_648),
+    ],
+)  # fmt: skip
+def test_a_v3_layer_keeps_the_contracts_bytes(name: str, overrides: tuple[str, ...], listed: int) -> None:
+    """Beside the router's numbers, 4 bytes an expert and 16 a choice and 8, and 8 a choice for the exchange."""
+    config, given = preset("v3_671b"), recipe(name, *overrides)
+    kept = kept_by_token(config, given, "moe") + config.top_k * kept_by_row(config, given)
+    assert kept - (4 * 256 + 16 * 8 + 8 + 8 * 8) == listed
+
+
+def test_a_dense_layer_keeps_its_ffn_in_place_of_the_experts() -> None:
+    """BF16: inputs and outputs of both norms 4·2·256, of the latent's 2·2·128, q, k, v 2·2·(2·192 + 128), log-sum-exp 4·2,
+    attention's output 2·256, SwiGLU's input 2·2·512."""
+    assert kept_by_token(DENSE, recipe("bf16"), "dense") == 2048 + 512 + 2048 + 8 + 512 + 2048
+    assert kept_by_token(DENSE, recipe("fp32"), "dense") == 2 * (2048 + 512 + 2048 + 512 + 2048) + 8
+
+
+def test_the_gate_behind_the_expert_keeps_its_output() -> None:
+    config = preset("v3_671b")
+    assert kept_by_row(config, recipe("dsv3", "gate=after")) - kept_by_row(config, recipe("dsv3")) == 2 * 7168
+
+
+def test_rows_of_an_expert_fill_whole_tiles() -> None:
+    assert Load(tokens=100, rows=200, experts=4).padded == 200 + 127 * 4
+    assert load_of(nano(), ParallelConfig(1, 4, 2), 100, 1.5) == Load(100, 300, 2)
+
+
+def test_accumulated_gradients_are_there_while_the_stash_is() -> None:
+    plan = plan_of(preset("small"), recipe("dsv3"), tokens=8192)
+    once, often = memory(plan), memory(dataclasses.replace(plan, accumulate=2))
+    assert once.peak["gradients"] < once.whole["gradients"] == often.peak["gradients"]
+    assert once.total < often.total
+
+
+@pytest.mark.parametrize(("name", "above_resting"), [("dsv3", 14.9), ("bf16", 20.6)])
+def test_the_peak_is_within_a_tenth_of_what_an_h200_measured(name: str, above_resting: float) -> None:
+    """docs/results/speed_h200/step.txt: GB above masters and moments, in a step of 32,768 tokens of `small`."""
+    used = memory(plan_of(preset("small"), recipe(name), tokens=32_768))
+    resting = used.peak["masters"] + used.peak["moments"]
+    assert used.total - resting == pytest.approx(above_resting * 1e9, rel=0.1)
+    assert used.total == pytest.approx(above_resting * 1e9 + resting, rel=0.05)
