@@ -52,7 +52,9 @@ def kept_by_token(config: ModelConfig, recipe: Recipe, unit: str) -> int:
     joint = 3 * norm + 8 + 4 if unit == "mtp" else 0
     if unit == "dense" or not config.has_experts:
         return joint + _contract(dense_view(config), recipe)
-    router = 4 * config.experts + 16 * config.top_k + 8  # scores; ids, gate weights and chosen scores; sums
+    router = 4 * config.experts + 12 * config.top_k + 4  # scores; ids and gate weights; a sum
+    if config.normalize:
+        router += 4 * config.top_k + 4  # the chosen scores and their sum
     plan = 8 * config.top_k  # where each copy is, both ways
     return joint + _contract(dataclasses.replace(config, top_k=0), recipe) + router + plan
 

@@ -1,34 +1,19 @@
 """Memory of a plan, against counts by hand, modules on the meta device, the contract's figures and a GPU's peaks."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
+from plans import DENSE, PARAMETERS, QUANTIZED, SCALES, plan_of, preset
 from support import nano, recipe
 
-from dsv3fp8.config import load_config
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.observe.plan.memory import Planned, memory
+from dsv3fp8.observe.kept_bytes import contract_bytes
+from dsv3fp8.observe.plan.memory import memory
 from dsv3fp8.observe.plan.stash import Load, kept_by_row, kept_by_token, load_of
 from dsv3fp8.observe.plan.weights import units
 from dsv3fp8.parallel.config import ParallelConfig
-from dsv3fp8.precision.recipe import Recipe
-
-
-def plan_of(
-    config: ModelConfig, given: Recipe, sizes: tuple[int, int, int] = (1, 1, 1), tokens: int = 128, **changes: Any
-) -> Planned:
-    parallel = ParallelConfig(*sizes)
-    load = load_of(config, parallel, tokens, 1.0)
-    plan = Planned(config, given, parallel, units(config), load, accumulate=1, moment_bytes=4)
-    return dataclasses.replace(plan, **changes)
-
-
-def preset(name: str) -> ModelConfig:
-    config = load_config([f"model={name}"]).model
-    return dataclasses.replace(config, vocab_size=config.vocab_size or 32_000)
 
 
 @pytest.mark.parametrize("name", ["nano", "tiny", "small", "medium", "v2_lite_16b", "v3_671b"])
@@ -52,19 +37,6 @@ def test_published_sizes() -> None:
     v3 = [unit.elements for unit in units(dataclasses.replace(preset("v3_671b"), mtp_depth=0))]
     assert round(sum(v3) / 1e9) == 671
     assert round(sum(unit.elements for unit in units(preset("v2_lite_16b"))) / 1e9, 1) == 15.7
-
-
-# One dense layer, D = 256, two heads of 128 + 64 and 128, no query latent, FFN 512, vocabulary 1000:
-# norms 2·256 + 128 and a last one of 256, q 384·256, kv_a 192·256, kv_b 512·128, out 256·256, gate_up 1024·256, down 256·512,
-# embedding and head 1000·256.
-DENSE = nano(
-    vocab_size=1000, dim=256, layers=1, dense_layers=1, heads=2, q_latent=None, kv_latent=128, head_nope=128, head_rope=64,
-    head_v=128, ffn=512, mtp_depth=0, context=128,
-)  # fmt: skip
-QUANTIZED = 98_304 + 49_152 + 65_536 + 65_536 + 262_144 + 131_072
-# Blocks of 128×128: q 3·2, kv_a 2·2, kv_b 4·1, out 2·2, gate_up 8·2, down 2·4.
-SCALES = 6 + 4 + 4 + 4 + 16 + 8
-PARAMETERS = QUANTIZED + 640 + 256 + 512_000
 
 
 def test_weights_and_their_state_by_hand() -> None:
@@ -115,6 +87,15 @@ def test_a_v3_layer_keeps_the_contracts_bytes(name: str, overrides: tuple[str, .
     assert kept - (4 * 256 + 16 * 8 + 8 + 8 * 8) == listed
 
 
+@pytest.mark.parametrize(("name", "router"), [("tiny", 72), ("v2_lite_16b", 108), ("v3_671b", 168)])
+def test_the_routers_numbers_are_those_that_were_observed(name: str, router: int) -> None:
+    """docs/kept_bytes.md: layers with 8 experts, and 8 bytes a choice of the exchange."""
+    config = dataclasses.replace(preset(name), experts=8)
+    without = dataclasses.replace(config, top_k=0)
+    more = kept_by_token(config, recipe("dsv3"), "moe") - contract_bytes(without, recipe("dsv3"))
+    assert more - 8 * config.top_k == router
+
+
 def test_a_dense_layer_keeps_its_ffn_in_place_of_the_experts() -> None:
     """BF16: inputs and outputs of both norms 4·2·256, of the latent's 2·2·128, q, k, v 2·2·(2·192 + 128), log-sum-exp 4·2,
     attention's output 2·256, SwiGLU's input 2·2·512."""
@@ -146,3 +127,13 @@ def test_the_peak_is_within_a_tenth_of_what_an_h200_measured(name: str, above_re
     resting = used.peak["masters"] + used.peak["moments"]
     assert used.total - resting == pytest.approx(above_resting * 1e9, rel=0.1)
     assert used.total == pytest.approx(above_resting * 1e9 + resting, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "above_resting"), [("dsv3", 6.478), ("bf16", 5.750)])
+def test_a_layers_peak_is_within_a_tenth_of_what_an_h200_measured(name: str, above_resting: float) -> None:
+    """docs/results/speed_h200/layer.json: GB above weights and their codes; V3's layer, eight experts, 4,096 tokens."""
+    config = dataclasses.replace(preset("v3_671b"), experts=8, groups=1, kept_groups=1)
+    plan = plan_of(config, recipe(name), tokens=4096)
+    used = memory(dataclasses.replace(plan, units=[unit for unit in plan.units if unit.name == "moe"][:1]))
+    added = sum(used.peak[part] for part in ("gradients", "stash", "transient"))
+    assert added == pytest.approx(above_resting * 1e9, rel=0.1)

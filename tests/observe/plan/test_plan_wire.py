@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from plans import DENSE, PARAMETERS, QUANTIZED, SCALES, plan_of, preset
 from support import nano, recipe
-from test_plan_memory import DENSE, PARAMETERS, QUANTIZED, SCALES, plan_of, preset
 
 from dsv3fp8.observe.plan.rates import H200, layer_rates
 from dsv3fp8.observe.plan.timing import Speeds, timing
