@@ -81,10 +81,10 @@ def resting_codes(weight: Weight, plan: Planned) -> int:
 
 def transient(plan: Planned, at: int) -> int:
     """Beyond what stays and what is kept: tensors of this unit's backward, gathered weights, whole gradients on their way."""
-    unit, ahead = plan.units[at], plan.units[max(at - 1, 0)]
+    unit = plan.units[at]
     gathered = sum(_gathered(weight, plan, in_use=True) for weight in unit.weights)
-    gathered += sum(_gathered(weight, plan, in_use=False) for weight in ahead.weights)
-    return working(plan, unit.name) + gathered + _whole_gradients(plan, unit, plan.units[min(at + 1, len(plan.units) - 1)])
+    gathered += sum(_gathered(weight, plan, in_use=False) for ahead in plan.units[:at][-1:] for weight in ahead.weights)
+    return working(plan, unit.name) + gathered + _whole_gradients(plan, plan.units[at : at + 2])
 
 
 def _gathered(weight: Weight, plan: Planned, in_use: bool) -> int:
@@ -95,16 +95,19 @@ def _gathered(weight: Weight, plan: Planned, in_use: bool) -> int:
     return both * weight.of_rank(plan.parallel) * weight.read_bytes(plan.recipe)
 
 
-def _whole_gradients(plan: Planned, unit: Unit, behind: Unit) -> int:
-    """FP32, uncut: this unit's and those of the one behind it, which are still being reduced. Uncut ones are added in place."""
+def _whole_gradients(plan: Planned, units: list[Unit]) -> int:
+    """FP32, uncut: those of the first unit, and of the one behind it, which are still being reduced.
+
+    Gradients of what is not cut are where they stay; with accumulation a finished one lies beside the sum it is added to.
+    """
 
     def of(weight: Weight) -> int:
         return FP32 * weight.of_rank(plan.parallel) * weight.rows * weight.columns
 
-    cut = sum(of(w) for u in (unit, behind) for w in u.weights if w.shard(plan.parallel) > 1)
-    # A finished gradient lies beside the sum that it is added to.
-    added = max((of(w) for w in unit.weights if w.shard(plan.parallel) == 1), default=0) if plan.accumulate > 1 else 0
-    return cut + added
+    cut = sum(of(w) for unit in units for w in unit.weights if w.shard(plan.parallel) > 1)
+    if plan.accumulate == 1:
+        return cut
+    return cut + max((of(w) for w in units[0].weights if w.shard(plan.parallel) == 1), default=0)
 
 
 def working(plan: Planned, unit: str) -> int:

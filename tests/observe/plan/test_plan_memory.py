@@ -10,7 +10,7 @@ from support import nano, recipe
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.observe.kept_bytes import contract_bytes
-from dsv3fp8.observe.plan.memory import memory
+from dsv3fp8.observe.plan.memory import memory, transient
 from dsv3fp8.observe.plan.stash import Load, kept_by_row, kept_by_token, load_of
 from dsv3fp8.observe.plan.weights import units
 from dsv3fp8.parallel.config import ParallelConfig
@@ -67,6 +67,17 @@ def test_experts_are_dealt_out_and_then_cut() -> None:
         parallel = ParallelConfig(*sizes)
         kept = sum(w.kept(parallel) for unit in units(config) for w in unit.weights if w.experts)
         assert kept == one // share, sizes
+
+
+def test_what_a_cut_model_gathers_and_reduces_by_hand() -> None:
+    """In backward of the one block: its codes both ways, the embedding ahead in BF16, the block's and the head's gradients."""
+    alone, cut = plan_of(DENSE, recipe("dsv3")), plan_of(DENSE, recipe("dsv3"), (1, 4, 1))
+    codes = 2 * (QUANTIZED + 4 * SCALES) + 4 * 640  # and norms in FP32
+    gathered, gradients = codes + 2 * 256_000, 4 * (QUANTIZED + 640 + 256_000 + 256)
+    assert transient(cut, 1) - transient(alone, 1) == gathered + gradients
+    head = 2 * 256_000 + 4 * 256 + (QUANTIZED + 4 * SCALES) + 4 * 640
+    assert transient(cut, 2) - transient(alone, 2) == head + 4 * (256_000 + 256)
+    assert transient(cut, 0) - transient(alone, 0) == 2 * 256_000 + 4 * (PARAMETERS - 256_000 - 256)
 
 
 def test_uneven_rows_count_on_the_gpu_that_has_most() -> None:

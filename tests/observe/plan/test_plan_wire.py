@@ -64,6 +64,16 @@ def test_replicas_reduce_once_a_step() -> None:
     assert both["all-reduce gradients of weights"].sent == 2 * 4 * PARAMETERS / 2 / 2
 
 
+def test_experts_are_gathered_and_reduced_on_their_own_mesh() -> None:
+    experts = 2 * 4 * 3 * 40 * 48  # two MoE blocks, four experts of three 40×48 matrices
+    sent = by_name(transfers(plan_of(nano(), recipe("bf16"), (4, 1, 2)), node=8))
+    assert sent["all-reduce gradients of expert weights"].sent == 2 * 4 * (experts / 2) / 2  # two replicas of half of them
+    assert "gather expert weights" not in sent
+    sent = by_name(transfers(plan_of(nano(), recipe("bf16"), (1, 4, 2)), node=8))
+    assert sent["gather expert weights"].sent == 2 * 2 * (experts / 2) / 2  # forward and backward, BF16, cut in two
+    assert sent["reduce-scatter gradients of expert weights"].sent == 4 * (experts / 2) / 2
+
+
 def test_one_gpu_sends_nothing() -> None:
     assert transfers(plan_of(nano(), recipe("dsv3")), node=8) == []
 
