@@ -156,6 +156,13 @@ def bench(arguments: list[str]) -> int:
         return _fail(f"out of memory in `{' '.join(['bench', *arguments])}`: end what else uses the GPU, or take less", FAILED)
 
 
+def plan(arguments: list[str]) -> int:
+    """Say what a model takes on so many GPUs, without one: memory, bytes on the wire, time of a step."""
+    from dsv3fp8.observe.plan.command import main
+
+    return main(arguments)
+
+
 def doctor(arguments: list[str]) -> int:
     """Print what this machine can do, tested against installed versions, and which backend each op takes."""
     from dsv3fp8.doctor import main
@@ -164,7 +171,8 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "generate": generate, "map": map_, "drift": drift, "bench": bench, "doctor": doctor,
+    "train": train, "generate": generate, "map": map_, "drift": drift, "bench": bench, "plan": plan,
+    "doctor": doctor,
 }  # fmt: skip
 
 

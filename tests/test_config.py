@@ -205,9 +205,7 @@ def test_a_rate_is_a_number_from_everywhere() -> None:
     assert "optimizer.lr=fast: expected a number" in complaint("optimizer.lr=fast")
 
 
-def test_a_tab_in_a_settings_file_or_in_a_group_is_named(
-    launch_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tab_in_a_settings_file_or_in_a_group_is_named(launch_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H06: tabs.yaml"""
     assert "tabs.yaml, line 2: a tab in the indentation" in complaint(f"config={FIXTURES / 'tabs.yaml'}")
     groups = launch_directory / "groups"

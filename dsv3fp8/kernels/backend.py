@@ -408,6 +408,17 @@ def explain(
     return rows
 
 
+def reads_counts(recipe: Recipe, device: torch.device, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+    """Why a step reads back from the device how many rows each expert has, or None where it does not.
+
+    Where no launch takes all experts, the host launches a GEMM for each that has rows.
+    """
+    if recipe.linears == "te":
+        return "Transformer Engine's grouped linears take the counts from the host"
+    taken = (row for row in explain(recipe, device, shapes) if row[0].startswith("expert_"))
+    return next((f"{op} takes {choice.reason}" for op, choice in taken if choice.reason.startswith(_LOOP)), None)
+
+
 def _in_groups(alone: Choice, left: Operand, right: Operand, spec: GemmSpec, gemm: str) -> Choice:
     """The choice for experts, whose GEMMs one launch may take together; alone: the choice for one of them."""
     if gemm == "wgrad":

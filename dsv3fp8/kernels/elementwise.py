@@ -137,7 +137,8 @@ def _with_casts(choice: Choice, kernels: str, reference: ModuleType, name: str, 
         # The kernel's casts count nothing. The reference counts what they see, and only that is taken from it: its sums may
         # differ in the last bit, and to be counted must not change a result.
         getattr(reference, name)(*arguments)
-    return getattr(_kernels(kernels), name)(*arguments)
+    with flush.uncounted():
+        return getattr(_kernels(kernels), name)(*arguments)
 
 
 def explain(device: torch.device, dtype: torch.dtype, casts: Format | None) -> list[tuple[str, Choice]]:

@@ -78,9 +78,7 @@ class BitLedger(Ledger):
                 here = matmul_nt(_on_cpu(a), _on_cpu(b), product.dtype, spec, gemm)
             self.again[f"GEMM, {gemm}"].add(product.cpu(), here)
 
-    def look_at_cast(
-        self, source: Operand, cast: QuantizedTensor, groups: Tensor | None, scale: Tensor | None = None
-    ) -> None:
+    def look_at_cast(self, source: Operand, cast: QuantizedTensor, groups: Tensor | None, scale: Tensor | None = None) -> None:
         tile = Tile(None, cast.tile.cols) if cast.one_scale_per_group else cast.tile
         groups, scale = (None if x is None else x.cpu() for x in (groups, scale))
         source = _on_cpu(source)

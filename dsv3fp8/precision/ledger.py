@@ -112,9 +112,7 @@ class Ledger:
     def look_at_gemm(self, spec: GemmSpec, gemm: str, operands: tuple[Operand, Operand], product: Tensor) -> None:
         """Likewise with what a GEMM's kernel read and gave."""
 
-    def look_at_cast(
-        self, source: Operand, cast: QuantizedTensor, groups: Tensor | None, scale: Tensor | None = None
-    ) -> None:
+    def look_at_cast(self, source: Operand, cast: QuantizedTensor, groups: Tensor | None, scale: Tensor | None = None) -> None:
         """Likewise with what a quantizing kernel read, the experts' groups and a given scale included, and gave."""
 
     def find(self, node: str, column: str = "forward", scope: str | None = None) -> list[OpRecord]:

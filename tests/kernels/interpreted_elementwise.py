@@ -1,5 +1,7 @@
 """The fused norm, SwiGLU and RoPE kernels in Triton's interpreter: run by test_elementwise.py in a process of its own."""
 
+from typing import Any
+
 import pytest
 import torch
 from interpreted_triton import _as_on_a_gpu, check
@@ -14,6 +16,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
+from dsv3fp8.precision.flush import measure_flush
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor, values_of
@@ -167,6 +170,36 @@ def test_rope(size: tuple[int, ...], kind: str) -> None:
         check(got[i][1], want[i][1])
         assert got[i][1].codes.mT.is_contiguous()
     same_bf16(got[2], want[2])
+
+
+def test_ops_with_casts_are_counted_by_the_reference_and_give_their_kernels_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a kernel calls a quantizer, which refuses to run while flushed values are counted."""
+    monkeypatch.setattr(elementwise, "against_triton", lambda _: None)
+    x, dy, gamma, weight = draw(130, 192), draw(130, 192, 1), torch.ones(192), torch.rand(130)
+    h, cast, angle = draw(130, 384, 2), (E4M3, "fp32"), torch.rand(1, 130, 32)
+    cache = swiglu_reference.cast_input(h, "fp32")
+    q, v = draw(130, 2 * 192, 3).view(1, 130, 2, 192), draw(130, 2 * 128, 4).view(1, 130, 2, 128)
+    calls = {
+        "norm": lambda: elementwise.norm_forward_cast(x, gamma, EPS, *cast, True),
+        "norm backward": lambda: elementwise.norm_backward_cast(x, gamma, EPS, dy, draw(130, 64, 5), *cast),
+        "swiglu": lambda: elementwise.swiglu_forward_cast(h, weight, "fp32", True, *cast),
+        "swiglu again": lambda: elementwise.swiglu_forward_again(cache, torch.bfloat16, weight, *cast),
+        "swiglu backward": lambda: elementwise.swiglu_backward_cast(cache, dy, weight, *cast),
+        "rope backward": lambda: elementwise.rope_backward_cast(q, q, v, angle.cos(), angle.sin(), cast, cast),
+    }
+    for name, call in calls.items():
+        alone = call()
+        with measure_flush() as meter:
+            counted = call()
+        assert meter._counts, name
+        for got, want in zip(_flat(counted), _flat(alone), strict=True):
+            assert torch.equal(got, want), name
+
+
+def _flat(results: Any) -> list[Tensor]:
+    if isinstance(results, QuantizedTensor):
+        return [results.codes.view(torch.uint8), results.scale]
+    return [results] if isinstance(results, Tensor) else [t for part in results for t in _flat(part)]
 
 
 def test_a_step_through_the_fused_kernels_reports_and_gives_what_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:

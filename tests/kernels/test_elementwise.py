@@ -49,7 +49,7 @@ def launches(cols: int) -> dict[str, Callable[[], object]]:
     return {
         "norm": lambda: norm.forward_cast(x, gamma, EPS, E4M3, "fp32", True),
         "norm backward": lambda: norm.backward(x, gamma, EPS, [x, x, x.float()], x),
-        "norm backward fp32": lambda: norm.backward(x, gamma, EPS, [x.float(), x.float()], x),
+        "norm backward fp32": lambda: norm.backward(x, gamma, EPS, [x.float()] * 3, x),
         "norm backward cast": lambda: norm.backward_cast(x[:, :1536], gamma[:1536], EPS, x[:, :1536], x[:, :64], E4M3, "fp32"),
         "swiglu": lambda: swiglu.forward_cast(h, weight, "fp32", True, E4M3, "fp32"),
         "swiglu again": lambda: swiglu.forward_again(cache, torch.bfloat16, weight, E4M3, "fp32"),
@@ -72,7 +72,14 @@ def test_nothing_spills_and_no_division_is_approximate(case: str, cols: int, com
         # With Triton 3.6 SwiGLU's backward, which casts 32,768 values of a block, keeps three addresses on the stack.
         assert used["STACK"] <= (16 if case == "swiglu backward cast" else 0), case
         assert used["LOCAL"] == 0, case
+        assert kernel.metadata.shared <= 227 * 1024, case
         assert not re.search(r"div\.(full|approx)", kernel.asm["ptx"])
+
+
+def test_the_widest_norm_fits_in_shared_memory(compiled: list[Any]) -> None:
+    x, gamma = torch.zeros(8, 16384).bfloat16(), torch.ones(16384)
+    norm.backward(x, gamma, EPS, [x.float()] * 3, x)
+    assert compiled[0].metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize(("heads", "nope", "turned", "v_width"), [(1, 2, 2, 1), (2, 16, 8, 24)])

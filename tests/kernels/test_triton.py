@@ -140,6 +140,7 @@ def test_every_bf16_pattern_and_random_fp32_at_scale_one(fmt: Format) -> None:
     ties = torch.randint(0, 2**23, (2**18,), generator=g) * 2.0**-29
     powers = torch.exp2(torch.randint(-26, 7, (2**18,), generator=g))
     near = torch.nextafter(torch.randint(0, 2**9, (2**18,), generator=g) * powers, torch.tensor(torch.inf))
+    near = near[near <= fmt.max]
     for values in (patterns[patterns.float().abs() <= fmt.max], random * fmt.max, random * 2.0**-14, ties, near):
         rows = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(-1, 127)
         x = torch.cat((torch.full((len(rows), 1), fmt.max, dtype=rows.dtype), rows), 1)

@@ -151,14 +151,13 @@ def gradients_on_a_gpu(name: str, *overrides: str) -> dict[str, torch.Tensor]:
 def test_on_a_gpu_a_cast_on_its_own_gives_the_same_bits(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels round to BF16 before they cast: the gradients do not tell whether a cast rode on the op before it.
 
-    Up to the latent norms of the last block: their backward with casts adds a row in another order than without.
+    Up to the gate weights' gradient of the last block, which the kernel with casts adds in another order than the one without.
     """
     got = gradients_on_a_gpu(name, f"recompute={recompute}")
     monkeypatch.setattr(LinearQuantizers, "rides", lambda *_: None)
     want = gradients_on_a_gpu(name, f"recompute={recompute}")
-    exact = ("feed_forward.", "attention.out.", "attention.q_b.", "attention.kv_b.")
-    exact = [key for key in want if key.startswith(tuple(f"layers.1.{part}" for part in exact))]
-    assert len(exact) == 9
+    exact = [key for key in want if key.startswith(("layers.1.feed_forward.experts.", "layers.1.feed_forward.shared."))]
+    assert len(exact) == 4
     assert [key for key in exact if not torch.equal(got[key], want[key])] == []
     assert_close(got, want)
 
@@ -170,9 +169,9 @@ def test_on_a_gpu_the_kernels_give_the_gradients_of_the_reference(name: str, mon
     got = gradients_on_a_gpu(name)
     monkeypatch.setattr(elementwise, "against_triton", lambda _: "not asked for")
     want = gradients_on_a_gpu(name)
-    assert_close(got, want)
+    assert_close(got, want, 0.996 if name == "hybrid" else 0.999)  # a step of E5M2 is two of E4M3: four times the 1 - cosine
 
 
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float = 0.999) -> None:
     cosines = {key: torch.nn.functional.cosine_similarity(got[key].flatten(), want[key].flatten(), 0) for key in want}
-    assert min(cosines.values()) > 0.999, cosines
+    assert min(cosines.values()) > least, cosines

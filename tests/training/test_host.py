@@ -15,7 +15,7 @@ def test_more_memory_than_the_machine_has_is_refused_and_not_promised() -> None:
         "import torch; from dsv3fp8.training.host import limit_memory; limit = limit_memory()\n"
         "torch.ones(1000, 1000) @ torch.ones(1000, 1000)\n"
         "try: torch.empty(limit)\n"
-        "except RuntimeError as error: print(\"can't allocate memory\" in str(error))"
+        'except RuntimeError as error: print("can\'t allocate memory" in str(error))'
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

@@ -27,6 +27,7 @@ from dsv3fp8.precision.tiles import QuantizedTensor, ceil_div
 
 _WIDEST = 16384
 _PROCESSORS = 132  # of an H100 or H200. A constant: the order of gamma's sums must not depend on the device at hand.
+_SHARED = 200 * 1024  # bytes of a processor's shared memory for blocks that are on their way
 _GRADS = (torch.bfloat16, torch.float32)
 
 
@@ -88,17 +89,19 @@ def _backward(
     dx = torch.empty(rows, cols + more, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, torch.zeros_like(gamma)
-    tiles = _tiles(cols)
-    block_rows = max(8 // tiles, 2) if tiles < 32 else 1
+    tiles, inputs = _tiles(cols), 1 + len(given) + (rail is not None)
+    block_rows = max(8 // tiles, 2) if tiles < 16 else 1
     elements = block_rows * tiles * 128
-    each = 8 if elements <= 1024 else 2 if elements <= 4096 else 1
-    programs, steps = _share(ceil_div(rows, block_rows), _PROCESSORS * each)
+    each = _power_below(20480 // (elements * inputs))  # programs of a processor: what three blocks of all inputs leave room for
+    programs, steps = _share(ceil_div(rows, block_rows), _PROCESSORS * min(each, 8))
+    block_bytes = elements * sum(t.element_size() for t in (x, *given, *([] if rail is None else [rail])))
     partial = torch.empty(programs, cols, dtype=torch.float32, device=x.device)
     sources = [*given, *[x] * (3 - len(given)), x if rail is None else _rows(rail), x if beside is None else _rows(beside)]
     _norm_backward_kernel[(programs,)](
         x, gamma, *sources, dx, partial, rows, steps, x.stride(0), *(s.stride(0) for s in sources), eps,
         GRADS=len(given), RAIL=rail is not None, COLS=cols, BESIDE=more, BESIDE_2=triton.next_power_of_2(max(more, 1)),
-        ROWS=block_rows, TILES=tiles, STAGES=3, num_warps=min(max(elements // 512, 1), 32), enable_fp_fusion=False,
+        ROWS=block_rows, TILES=tiles, STAGES=1 + min(_SHARED // block_bytes, 2), num_warps=min(max(elements // 512, 1), 32),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return dx, partial.sum(0)
 
@@ -136,6 +139,10 @@ def _tiles(cols: int) -> int:
     return triton.next_power_of_2(ceil_div(cols, 128))
 
 
+def _power_below(n: int) -> int:
+    return 1 << max(n.bit_length() - 1, 0)
+
+
 def _share(blocks: int, most: int) -> tuple[int, int]:
     """(programs, blocks of each) that share the work: at most `most` programs, each with consecutive blocks."""
     steps = ceil_div(blocks, most)
@@ -150,9 +157,20 @@ def _refuse(reason: str | None) -> None:
 @triton.jit
 def _rstd(values, eps, COLS: tl.constexpr):
     """[ROWS] of fp32 [ROWS, TILES, 128]."""
-    square_sum = _row_sum(values * values)
-    root = tl.sqrt_rn(tl.div_rn(square_sum, tl.full(square_sum.shape, COLS, tl.float32)) + eps)
+    root = tl.sqrt_rn(_divided(_row_sum(values * values), COLS) + eps)
     return tl.where(root < float("inf"), reciprocal(root), tl.where(root == root, 0.0, root))
+
+
+@triton.jit
+def _divided(total, COLS: tl.constexpr):
+    """total / COLS as IEEE rounds it wherever that is a normal number: the remainder of a product is exact, and corrects it."""
+    cols = tl.full(total.shape, COLS, tl.float32)
+    if INTERPRETED:
+        return tl.div_rn(total, cols)
+    inverse = tl.full(total.shape, 1.0 / COLS, tl.float32)
+    quotient = total * inverse
+    corrected = tl.fma(tl.fma(-quotient, cols, total), inverse, quotient)
+    return tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)
 
 
 @triton.jit
@@ -231,10 +249,11 @@ def _norm_backward_kernel(
             grad += _load_rows(grad1, at_row, rows, stride1, c, COLS, ROWS).to(tl.float32)
         if GRADS > 2:
             grad += _load_rows(grad2, at_row, rows, stride2, c, COLS, ROWS).to(tl.float32)
-        grad = _to_bf16(grad).to(tl.float32)  # the junction: the readers' gradients in order, rounded once
+        if GRADS > 1 or grad0.dtype.element_ty != tl.bfloat16:
+            grad = _to_bf16(grad).to(tl.float32)  # the junction: the readers' gradients in order, rounded once
         scaled = grad * weight
         rstd = _rstd(v, eps, COLS)
-        mean = tl.div_rn(_row_sum(scaled * v) * rstd, tl.full(rstd.shape, COLS, tl.float32))
+        mean = _divided(_row_sum(scaled * v) * rstd, COLS)
         x_hat = v * rstd[:, None, None]
         dgamma += grad * x_hat
         out = (scaled - x_hat * mean[:, None, None]) * rstd[:, None, None]

@@ -107,9 +107,11 @@ def _shared(dk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rope = 2 * cos.shape[-1]
     dk_rope = dk.new_empty(batch, length, rope)
     if dk_rope.numel():
-        _rope_shared_kernel[(batch * length,)](
-            dk, cos, sin, dk_rope, length, heads, *dk.stride()[:3], *_angle_strides(cos),
-            NOPE=width - rope, ROPE=rope, ROPE_2=_power(rope), HEADS=16, num_warps=4, enable_fp_fusion=False,
+        some = min(_power(heads), 16)
+        tokens = max(4096 // (some * _power(rope)), 1)
+        _rope_shared_kernel[(ceil_div(batch * length, tokens),)](
+            dk, cos, sin, dk_rope, batch * length, length, heads, *dk.stride()[:3], *_angle_strides(cos),
+            NOPE=width - rope, ROPE=rope, ROPE_2=_power(rope), TOKENS=tokens, HEADS=some, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dk_rope
 
@@ -332,26 +334,29 @@ def _rope_backward_cast_kernel(
     cast_columns(codes_t, scale_t, pair01, pair23, row, rows_left, col, width, rows, FOURS, LIMIT, LIMIT_BITS, POW2, WHOLE)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["rows", "length"])
 def _rope_shared_kernel(
-    dk, cos, sin, out, length, heads, dk_b, dk_s, dk_h, cos_b, cos_s,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, ROPE_2: tl.constexpr, HEADS: tl.constexpr,
+    dk, cos, sin, out, rows, length, heads, dk_b, dk_s, dk_h, cos_b, cos_s,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, ROPE_2: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """k_rope's gradient of one token: summed over heads in fp32, turned back, rounded once."""
-    token = tl.program_id(0).to(tl.int64)
-    b, s = token // length, token % length
-    c = tl.arange(0, ROPE_2)[None, :]
-    total = tl.zeros((HEADS, ROPE_2), tl.float32)
+    """k_rope's gradient of some tokens: summed over heads in fp32, turned back, rounded once."""
+    r_in = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    there = r_in < rows
+    r = r_in.to(tl.int64)
+    b, s = r // length, r % length
+    of_token = (b * dk_b + s * dk_s)[:, None, None]
+    c = tl.arange(0, ROPE_2)[None, None, :]
+    inside = there[:, None, None] & (c < ROPE)
+    total = tl.zeros((TOKENS, HEADS, ROPE_2), tl.float32)
     for first in tl.range(0, heads, HEADS):
-        h = first + tl.arange(0, HEADS)[:, None]
-        at = b * dk_b + s * dk_s + h * dk_h + (NOPE + c)
-        total += tl.load(dk + at, mask=(h < heads) & (c < ROPE), other=0.0).to(tl.float32)
-    summed = tl.sum(total, 0)
-    even, odd = tl.split(tl.reshape(summed, (ROPE_2 // 2, 2)))
-    i = tl.arange(0, ROPE_2 // 2)
-    angle = b * cos_b + s * cos_s + i
-    cosine = tl.load(cos + angle, mask=i < ROPE // 2, other=0.0)
-    sine = tl.load(sin + angle, mask=i < ROPE // 2, other=0.0)
+        h = first + tl.arange(0, HEADS)[None, :, None]
+        total += tl.load(dk + (of_token + h * dk_h + (NOPE + c)), mask=inside & (h < heads), other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(tl.sum(total, 1), (TOKENS, ROPE_2 // 2, 2)))
+    i = tl.arange(0, ROPE_2 // 2)[None, :]
+    angle = (b * cos_b + s * cos_s)[:, None] + i
+    known = there[:, None] & (i < ROPE // 2)
+    cosine, sine = tl.load(cos + angle, mask=known, other=0.0), tl.load(sin + angle, mask=known, other=0.0)
     even, odd = _turned(even, odd, cosine, -sine)
-    c = tl.arange(0, ROPE_2)
-    tl.store(out + token * ROPE + c, tl.reshape(tl.join(even, odd), (ROPE_2,)).to(tl.bfloat16), mask=c < ROPE)
+    c = tl.arange(0, ROPE_2)[None, :]
+    turned = tl.reshape(tl.join(even, odd), (TOKENS, ROPE_2)).to(tl.bfloat16)
+    tl.store(out + (r[:, None] * ROPE + c), turned, mask=there[:, None] & (c < ROPE))

@@ -21,6 +21,7 @@ class Way:
 
     make: builds the calls, one for each set of buffers; each call does the whole work on its own set.
     work: of one call, where it is not the case's (a copy of another size). graph: whether a CUDA graph may be tried.
+    replays: whether the calls replay a graph of their own.
     note: the backend, or what else a reader has to know.
     """
 
@@ -28,6 +29,7 @@ class Way:
     make: Callable[[], Sequence[Call]]
     work: float | None = None
     graph: bool = True
+    replays: bool = False
     note: str = ""
 
 

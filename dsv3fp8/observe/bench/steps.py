@@ -11,11 +11,14 @@ import torch
 
 from dsv3fp8.config import RunConfig, load_config
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.kernels.backend import reads_counts
+from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.observe.bench.breakdown import breakdown
 from dsv3fp8.observe.bench.operands import Setting
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.observe.bench.sizes import StepSize
+from dsv3fp8.training.graph import WARM_UP, StepGraph
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.step import train_step
 
@@ -40,12 +43,18 @@ class Trainer:
         model.train()
         self.config, self.model = config, model
         self.optimizer = AdamW(model.parameter_groups(), config.optimizer)
+        # As training.cuda_graph=true takes steps; what cannot be recorded is launched.
+        against = "a CPU" if device.type != "cuda" else reads_counts(config.recipe, device, linear_shapes(config.model))
+        self.against_graph = against
+        self.graph = StepGraph(model, self.optimizer, config.training.clip) if against is None else None
         training = config.training
         self.batches = TrainBatches(corpus.train, training.batch, training.context, training.seed, config.data.workers)
 
     def step(self) -> object:
         training = self.config.training
         batches = [next(self.batches) for _ in range(training.accumulate)]
+        if self.graph is not None:
+            return self.graph.step(batches, LR)
         return train_step(self.model, self.optimizer, batches, LR, training.clip)
 
 
@@ -75,7 +84,13 @@ def trainers(setting: Setting, size: StepSize, recipes: list[str]) -> Iterator[d
 
 def step_table(size: StepSize, made: dict[str, Trainer]) -> Table:
     """Tokens a second; the last recipe is the peer."""
-    ways = [Way(name, partial(_calls, trainer), graph=False) for name, trainer in made.items()]
+    ways = [
+        Way(
+            name, partial(_calls, trainer), graph=False, replays=trainer.graph is not None,
+            note="replayed from a CUDA graph" if trainer.graph is not None else f"launched: {trainer.against_graph}",
+        )
+        for name, trainer in made.items()
+    ]  # fmt: skip
     about = (
         f"{size.accumulate} × {size.batch} sequences of {size.context} tokens a step, synthetic ids, vocabulary "
         f"{size.vocabulary:,}; weight casts, gradient clipping and the AdamW update are counted"
@@ -85,6 +100,8 @@ def step_table(size: StepSize, made: dict[str, Trainer]) -> Table:
 
 
 def _calls(trainer: Trainer) -> list[Any]:
+    for _ in range(WARM_UP if trainer.graph is not None else 0):
+        trainer.step()
     return [trainer.step]
 
 

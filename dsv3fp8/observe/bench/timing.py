@@ -95,11 +95,11 @@ def _sampler(way: Way, clock: Clock, timing: Timing) -> Callable[[], float]:
     if not clock.cuda:
         return lambda: _host_ms(calls)
     each = _event_ms(lambda: [call() for call in calls]) / len(calls)
-    timing.host = "" if way.graph else "launched by the host"
+    timing.host = "" if way.graph or way.replays else "launched by the host"
     if way.graph:
         timing.host = _synchronizes(calls[0])
     count = _calls_in_a_sample(each, clock.sample_ms, len(calls))
-    if not timing.host:
+    if way.graph and not timing.host:
         try:
             graph = _captured(calls, count)
         except Exception as error:

@@ -144,4 +144,3 @@ def _observe(config: MapConfig, settings: RunConfig, layer: str) -> tuple[Ledger
 
 def _entry(observed: Observed, ledger: Ledger) -> dict[str, Any]:
     return {"recipe": observed.recipe, "kept_bytes_per_token": observed.kept_bytes(), "ledger": ledger.to_dict()}
-

@@ -1,0 +1,70 @@
+"""Layouts that cannot work: each refused in one line with key, value and remedy."""
+
+from __future__ import annotations
+
+import math
+
+from dsv3fp8.config import RunConfig
+from dsv3fp8.errors import UserError
+from dsv3fp8.observe.plan.config import PlanConfig
+from dsv3fp8.observe.plan.memory import Memory, Planned
+from dsv3fp8.training.config import raise_problems
+
+
+def check_layout(config: PlanConfig, settings: RunConfig) -> None:
+    """What no GPU is needed to see."""
+    problems = []
+    parallel, training = config.parallel, settings.training
+    ranks = parallel.ranks if config.gpus is None else config.gpus
+    try:
+        parallel.check(ranks, settings.model)
+    except UserError as error:
+        problems.append(str(error))
+    if settings.recipe.linears == "te":
+        problems.append(f"recipe={settings.recipe.name}: what Transformer Engine keeps is not known; plan recipe=dsv3")
+    if training.context > settings.model.context:
+        problems.append(
+            f"training.context={training.context} exceeds model.context={settings.model.context}: lower it or raise the latter"
+        )
+    if training.batch < ranks:
+        problems.append(
+            f"training.batch={training.batch} leaves {ranks - training.batch} of {ranks} GPUs without a sequence: raise it to "
+            f"{ranks} (and lower training.accumulate={training.accumulate} to keep the step's tokens)"
+        )
+    if ranks > config.node and ranks % config.node:
+        problems.append(f"gpus={ranks} do not fill nodes of node={config.node} GPUs: take {_whole_nodes(ranks, config.node)}")
+    raise_problems(problems)
+
+
+def check_memory(config: PlanConfig, settings: RunConfig, plan: Planned, used: Memory) -> None:
+    """Raise UserError where the peak is above the GPU's memory, with what would help most first."""
+    if used.total <= config.memory * 1e9:
+        return
+    cut = f"raise parallel.dp_shard={plan.parallel.dp_shard}"
+    advice = {part: [cut] for part in ("masters", "moments", "codes", "gradients")}
+    advice["moments"] += ["set optimizer.moments=bf16"] if plan.moment_bytes > 2 else []
+    advice["stash"] = advice["transient"] = _fewer_tokens(settings, plan)
+    largest = sorted(used.peak, key=lambda part: -used.peak[part])
+    parts = ", ".join(f"{part} {used.peak[part] / 1e9:,.1f}" for part in largest[:3])
+    remedies = list(dict.fromkeys(remedy for part in largest for remedy in advice[part]))
+    raise UserError(
+        f"memory={config.memory:g} GB of a GPU is less than the {used.total / 1e9:,.1f} GB of this plan's peak ({parts}): "
+        f"{', or '.join(remedies[:4])}"
+    )
+
+
+def sequences_of_rank(settings: RunConfig, ranks: int) -> int:
+    """Of one micro-batch, on the GPU that has most."""
+    return math.ceil(settings.training.batch / ranks)
+
+
+def _fewer_tokens(settings: RunConfig, plan: Planned) -> list[str]:
+    """What shrinks all that grows with the tokens."""
+    training = settings.training
+    again = [] if settings.recipe.recompute == "norms_and_up" else ["set recipe.recompute=norms_and_up"]
+    fewer = f"lower training.batch={training.batch}" if training.batch > plan.parallel.ranks else ""
+    return [*again, fewer or f"lower training.context={training.context}"]
+
+
+def _whole_nodes(ranks: int, node: int) -> str:
+    return " or ".join(str(count) for count in (ranks // node * node, math.ceil(ranks / node) * node) if count)

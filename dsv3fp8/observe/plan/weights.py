@@ -1,0 +1,131 @@
+"""The weights of a model, unit by unit as they are gathered, and the bytes in which each is kept and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.model.manifest import linear_shapes
+from dsv3fp8.parallel.config import ParallelConfig
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.precision.tiles import ceil_div
+
+FP32 = 4
+SCALE = 4
+"""Bytes of a stored scale, whatever its kind."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """`experts` matrices [rows, columns] of routed experts, or one for all tokens (experts: 0). Norms have one column.
+
+    op: the recipe's name of a linear, which may read codes. wide: read in FP32 (norms, router). parts: fused halves.
+    """
+
+    name: str
+    rows: int
+    columns: int = 1
+    experts: int = 0
+    op: str = ""
+    wide: bool = False
+    parts: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of all experts."""
+        return max(1, self.experts) * self.rows * self.columns
+
+    def of_rank(self, parallel: ParallelConfig) -> int:
+        """Matrices that a rank computes with: its experts, or the one."""
+        return max(1, self.experts // parallel.expert)
+
+    def shard(self, parallel: ParallelConfig) -> int:
+        """GPUs that each matrix is cut over."""
+        return parallel.expert_shard if self.experts else parallel.dp_shard
+
+    def replicas(self, parallel: ParallelConfig) -> int:
+        """GPUs that hold the same part of it."""
+        return parallel.expert_replicate if self.experts else parallel.dp_replicate
+
+    def kept(self, parallel: ParallelConfig) -> int:
+        """Elements on the GPU that has most: whole rows."""
+        return self.of_rank(parallel) * ceil_div(self.rows, self.shard(parallel)) * self.columns
+
+    def read_bytes(self, recipe: Recipe) -> int:
+        """Of one matrix as GEMMs read it: codes with scales, the compute type, or FP32."""
+        if self.wide:
+            return FP32 * self.rows * self.columns
+        if not self.coded(recipe):
+            return compute_bytes(recipe) * self.rows * self.columns
+        tile = recipe.linear(self.op).weight.tile
+        blocks = ceil_div(self.columns, 128)
+        scales = {
+            "128x128": self.parts * ceil_div(self.rows // self.parts, 128) * blocks,
+            "1x128": self.rows * blocks,
+            "row": self.rows,
+            "tensor": 1,
+        }[tile]
+        return self.rows * self.columns + SCALE * scales
+
+    def coded(self, recipe: Recipe) -> bool:
+        """Whether its GEMMs read codes."""
+        return bool(self.op) and recipe.linear(self.op).weight.quantized
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered together. name: embedding, dense, moe, mtp (a block with its joint) or head."""
+
+    name: str
+    weights: tuple[Weight, ...]
+
+    @property
+    def elements(self) -> int:
+        """Parameters."""
+        return sum(weight.elements for weight in self.weights)
+
+
+def compute_bytes(recipe: Recipe) -> int:
+    """Bytes of a value in the recipe's compute type."""
+    return 2 if recipe.compute == "bf16" else FP32
+
+
+def units(config: ModelConfig) -> list[Unit]:
+    """In the order of forward. config.vocab_size is a number."""
+    assert config.vocab_size is not None
+    blocks = [Unit("dense", block_weights(config, dense=True))] * config.dense_layers
+    if config.has_experts:
+        blocks += [Unit("moe", block_weights(config, dense=False))] * (config.layers - config.dense_layers)
+    table = config.vocab_size, config.dim
+    head = [Weight("final norm", config.dim, wide=True)]
+    if not config.tied_head:
+        head.append(Weight("head", *table))
+    joint = (
+        Weight("hidden norm", config.dim, wide=True),
+        Weight("embedding norm", config.dim, wide=True),
+        Weight("projection", config.dim, 2 * config.dim),
+        Weight("last norm", config.dim, wide=True),
+    )
+    ahead = [Unit("mtp", (*joint, *block_weights(config, dense=not config.has_experts)))] * config.mtp_depth
+    return [Unit("embedding", (Weight("embedding", *table),)), *blocks, *ahead, Unit("head", tuple(head))]
+
+
+def block_weights(config: ModelConfig, dense: bool) -> tuple[Weight, ...]:
+    """Of one transformer block."""
+    return tuple(_block(config, dense))
+
+
+def _block(config: ModelConfig, dense: bool) -> Iterator[Weight]:
+    norms = {"attention norm": config.dim, "query norm": config.q_latent, "key and value norm": config.kv_latent}
+    for name, width in (norms | {"FFN norm": config.dim}).items():
+        if width:
+            yield Weight(name, width, wide=True)
+    for op, (inputs, outputs) in linear_shapes(config).items():
+        of_dense, of_experts = op in ("gate_up", "down"), op.startswith(("expert_", "shared_"))
+        if of_experts if dense else of_dense:
+            continue
+        experts = config.experts if op.startswith("expert_") else 0
+        yield Weight(op, outputs, inputs, experts, op, parts=2 if op.endswith("gate_up") else 1)
+    if not dense:
+        yield Weight("router", config.experts, config.dim, wide=True)

@@ -1,0 +1,140 @@
+"""Bytes on the wire and time of a plan, against formulas by hand and the page that the rates are of."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from plans import DENSE, PARAMETERS, QUANTIZED, SCALES, plan_of, preset
+from support import nano, recipe
+
+from dsv3fp8.observe.plan.rates import H200, layer_rates
+from dsv3fp8.observe.plan.timing import Speeds, timing
+from dsv3fp8.observe.plan.wire import Transfer, exchange_bytes, groups, transfers
+from dsv3fp8.parallel.config import ParallelConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "speed_h200"
+SPEEDS = Speeds(H200["dsv3"], H200["bf16"], copy=4192.0, nvlink=450.0, network=50.0)
+
+
+def by_name(sent: list[Transfer]) -> dict[str, Transfer]:
+    return {transfer.what: transfer for transfer in sent}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("dsv3", 7168 + 4 * 56), ("bf16", 2 * 7168), ("tensorwise", 7168), ("rowwise", 7172)]
+)
+def test_dispatch_carries_codes_and_scales_and_combine_bf16(name: str, row: int) -> None:
+    """T·k·(D + s·ceil(D/128)) and 2·T·k·D."""
+    plan = plan_of(preset("v3_671b"), recipe(name), (1, 64, 64), tokens=4096)
+    assert exchange_bytes(plan) == (4096 * 8 * row, 2 * 4096 * 8 * 7168, 4096 * 8 * row)
+
+
+def test_a_width_that_is_no_multiple_of_a_tile() -> None:
+    plan = plan_of(nano(), recipe("dsv3"), (1, 2, 2), tokens=10)
+    assert exchange_bytes(plan)[:2] == (10 * 2 * (48 + 4), 2 * 10 * 2 * 48)
+
+
+def test_the_exchange_of_a_step_counts_layers_and_micro_batches() -> None:
+    plan = plan_of(nano(), recipe("dsv3"), (1, 2, 2), tokens=10, accumulate=3)
+    sent = by_name(transfers(plan, node=8))
+    dispatch = sent["dispatch"]  # a MoE layer and that of multi-token prediction, three micro-batches
+    assert dispatch.payload == sent["combine's backward"].payload == 2 * 3 * 10 * 2 * 52
+    assert sent["combine"].payload == sent["dispatch's backward"].payload == 2 * 3 * 10 * 2 * 96
+    assert dispatch.sent == dispatch.payload / 2
+    assert dispatch.network == 0
+
+
+def test_sharded_weights_are_gathered_twice_as_the_recipe_reads_them() -> None:
+    wide = 4 * (640 + 256)  # norms in FP32
+    rest = 2 * 512_000  # embedding and head in BF16
+    for name, codes in (("dsv3", QUANTIZED + 4 * SCALES), ("bf16", 2 * QUANTIZED)):
+        sent = by_name(transfers(plan_of(DENSE, recipe(name), (1, 4, 1), accumulate=3), node=8))
+        assert sent.keys() == {"gather weights", "reduce-scatter gradients of weights"}
+        assert sent["gather weights"].payload == 3 * 2 * (codes + wide + rest)
+        assert sent["reduce-scatter gradients of weights"].payload == 3 * 4 * PARAMETERS
+        assert sent["gather weights"].sent == sent["gather weights"].payload * 3 / 4
+
+
+def test_replicas_reduce_once_a_step() -> None:
+    sent = by_name(transfers(plan_of(DENSE, recipe("dsv3"), (4, 1, 1), accumulate=3), node=8))
+    assert sent.keys() == {"all-reduce gradients of weights"}
+    assert sent["all-reduce gradients of weights"].sent == 2 * 4 * PARAMETERS * 3 / 4
+    both = by_name(transfers(plan_of(DENSE, recipe("dsv3"), (2, 2, 1)), node=8))
+    assert both["all-reduce gradients of weights"].sent == 2 * 4 * PARAMETERS / 2 / 2
+
+
+def test_experts_are_gathered_and_reduced_on_their_own_mesh() -> None:
+    experts = 2 * 4 * 3 * 40 * 48  # two MoE blocks, four experts of three 40×48 matrices
+    sent = by_name(transfers(plan_of(nano(), recipe("bf16"), (4, 1, 2)), node=8))
+    assert sent["all-reduce gradients of expert weights"].sent == 2 * 4 * (experts / 2) / 2  # two replicas of half of them
+    assert "gather expert weights" not in sent
+    sent = by_name(transfers(plan_of(nano(), recipe("bf16"), (1, 4, 2)), node=8))
+    assert sent["gather expert weights"].sent == 2 * 2 * (experts / 2) / 2  # forward and backward, BF16, cut in two
+    assert sent["reduce-scatter gradients of expert weights"].sent == 4 * (experts / 2) / 2
+
+
+def test_one_gpu_sends_nothing() -> None:
+    assert transfers(plan_of(nano(), recipe("dsv3")), node=8) == []
+
+
+def test_which_gpus_of_a_group_share_a_node() -> None:
+    meshes = groups(ParallelConfig(dp_replicate=2, dp_shard=16, expert=4), node=8)
+    assert {name: (mesh.size, mesh.local) for name, mesh in meshes.items()} == {
+        "shard": (16, 8), "replicate": (2, 1), "expert": (4, 4), "expert shard": (4, 2), "expert replicate": (2, 1),
+    }  # fmt: skip
+
+
+def test_the_slower_way_decides() -> None:
+    sent = by_name(transfers(plan_of(preset("v3_671b"), recipe("dsv3"), (1, 64, 64), tokens=4096), node=8))
+    dispatch = sent["dispatch"]
+    assert dispatch.network == dispatch.payload * 56 / 64
+    assert dispatch.seconds(nvlink=450e9, network=50e9) == dispatch.network / 50e9
+    assert dispatch.seconds(nvlink=1e9, network=50e9) == dispatch.sent / 1e9
+    gather = sent["gather weights"]
+    assert gather.network == gather.payload * 63 / 64 / 8  # each adapter of a node carries an eighth
+
+
+@pytest.mark.parametrize("name", ["dsv3", "bf16"])
+def test_the_shipped_rates_are_those_of_the_page(name: str) -> None:
+    measured = layer_rates(json.loads((PAGE / "layer.json").read_text(encoding="utf-8")), name)
+    assert dataclasses.astuple(H200[name]) == pytest.approx(dataclasses.astuple(measured), rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "ms"), [("dsv3", 61.59), ("bf16", 46.72)])
+def test_the_measured_layer_takes_the_time_that_was_measured(name: str, ms: float) -> None:
+    """The layer of `bench layer`: eight experts, 4,096 tokens in one sequence."""
+    config = dataclasses.replace(preset("v3_671b"), experts=8, groups=1, kept_groups=1)
+    plan = plan_of(config, recipe(name), tokens=4096)
+    plan = dataclasses.replace(plan, units=[unit for unit in plan.units if unit.name == "moe"][:1], config=config)
+    speeds = dataclasses.replace(SPEEDS, blocks=H200[name])
+    time = timing(plan, [], 4096, speeds)
+    logits = 2 * 4 * 4096 * 129280 * 7168 * 2 / (H200["bf16"].gemm * 1e12)  # the head and one depth, outside of the layer
+    assert (time.gemm - logits + time.attention + time.passes) * 1e3 == pytest.approx(ms, rel=2e-3)
+
+
+def test_a_step_takes_what_an_h200_measured() -> None:
+    """docs/results/speed_h200: 70,013 tokens/s under dsv3."""
+    time = timing(plan_of(preset("small"), recipe("dsv3"), tokens=32_768), [], 1024, SPEEDS)
+    assert 32_768 / time.step == pytest.approx(70_013, rel=0.1)
+
+
+def test_recomputed_projections_take_time() -> None:
+    times = [
+        timing(plan_of(preset("v3_671b"), recipe("dsv3", f"recompute={value}"), tokens=4096), [], 4096, SPEEDS).gemm
+        for value in ("none", "norms_and_up")
+    ]
+    again = 62 * 2 * 4096 * (24576 * 1536 + 32768 * 512)  # q_b and kv_b of 61 layers and a depth
+    assert times[1] - times[0] == pytest.approx(again / (H200["dsv3"].gemm * 1e12))
+
+
+def test_tokens_on_the_wire_hide_behind_the_shared_expert_alone() -> None:
+    plan = plan_of(preset("v3_671b"), recipe("dsv3"), (1, 64, 64), tokens=4096)
+    sent = transfers(plan, node=8)
+    slow = timing(plan, sent, 4096, SPEEDS)
+    shared = 59 * 3 * 2 * 4096 * 3 * 2048 * 7168 / (H200["dsv3"].gemm * 1e12)  # 58 layers and a depth
+    exchange = [t.seconds(450e9, 50e9) for t in sent if t.group.name == "expert"]
+    assert slow.exposed == pytest.approx(sum(exchange) - shared)
+    at_once = dataclasses.replace(SPEEDS, nvlink=1e9, network=1e9)
+    assert timing(plan, sent, 4096, at_once).exposed == 0
+    assert timing(plan, sent, 4096, at_once).step + slow.exposed == pytest.approx(slow.step)
