@@ -49,7 +49,7 @@ def validate_run(config: RunConfig) -> None:
         problems.append(f"training.cuda_graph=true records the steps of one process, not of {rank_count()}: set it to false")
     if training.cuda_graph and config.data.isolate_documents:
         problems.append(
-            "training.cuda_graph=true cannot record steps that keep documents apart: set it or data.isolate_documents to false"
+            "training.cuda_graph=true cannot record steps that keep documents apart (data.isolate_documents): set it to false"
         )
     raise_problems(problems)
 
