@@ -8,6 +8,7 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.plan.config import PlanConfig
 from dsv3fp8.observe.plan.memory import Memory, Planned
+from dsv3fp8.observe.plan.stash import largest_imbalance
 from dsv3fp8.training.config import raise_problems
 
 
@@ -33,6 +34,12 @@ def check_layout(config: PlanConfig, settings: RunConfig) -> None:
         )
     if ranks > config.node and ranks % config.node:
         problems.append(f"gpus={ranks} do not fill nodes of node={config.node} GPUs: take {_whole_nodes(ranks, config.node)}")
+    most = largest_imbalance(settings.model, parallel)
+    if config.imbalance > most and not problems:
+        problems.append(
+            f"imbalance={config.imbalance:g} cannot be: where every token chooses all it can of one GPU's experts, that GPU "
+            f"receives {most:g} times the mean under parallel.expert={parallel.expert}; lower it to {most:g}"
+        )
     raise_problems(problems)
 
 

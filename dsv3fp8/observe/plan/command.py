@@ -148,6 +148,8 @@ def help_text() -> str:
     return (
         "Usage: dsv3fp8 plan [model=v3_671b] [recipe=dsv3] [gpus=2048] [parallel.dp_shard=2048] [parallel.expert=64] …\n\n"
         "Memory of each GPU, bytes on the wire and time of a training step, without a GPU. Keys of a run are those of\n"
-        "`train`: training.batch, training.context, training.accumulate, recipe.recompute, optimizer.moments and others.\n\n"
+        "`train`: training.batch, training.context, training.accumulate, recipe.recompute, optimizer.moments and others.\n"
+        "No effect here have training.steps, training.cuda_graph (whose memory is not counted), recipe.gemm, and all keys of\n"
+        "data, schedule and logging.\n\n"
         f"{keys}"
     )

@@ -44,7 +44,7 @@ class PlanConfig:
     memory: float = 141.0
     # GPUs of a node.
     node: int = 8
-    # Copies that the fullest GPU's experts receive, over the mean.
+    # Copies that the fullest GPU's experts receive, over the mean; parallel.expert at most.
     imbalance: float = 1.0
     # A layer.json of `dsv3fp8 bench layer` to take rates from; null: those of the committed page.
     layer: str | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv3fp8.model.config import ModelConfig
+from dsv3fp8.observe.plan.stages import Stage, stages
 from dsv3fp8.observe.plan.stash import Load, kept_bytes
 from dsv3fp8.observe.plan.weights import FP32, Unit, Weight, compute_bytes
-from dsv3fp8.ops.cross_entropy import GPU_CHUNK_VALUES
 from dsv3fp8.parallel.config import ParallelConfig
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import ceil_div
@@ -44,7 +43,7 @@ class Planned:
 
 
 def memory(plan: Planned) -> Memory:
-    """Follows backward unit by unit: the stash shrinks, and gradients grow unless earlier micro-batches left them full."""
+    """Follows backward stage by stage: the stash shrinks, and gradients grow unless earlier micro-batches left them full."""
     elements = [sum(weight.kept(plan.parallel) for weight in unit.weights) for unit in plan.units]
     gradients = FP32 * sum(elements)
     stashes = [kept_bytes(plan.config, plan.recipe, unit.name, plan.load) for unit in plan.units]
@@ -52,10 +51,16 @@ def memory(plan: Planned) -> Memory:
     resting["codes"] = sum(resting_codes(weight, plan) for unit in plan.units for weight in unit.weights)
     moments: list[tuple[str, dict[str, int]]] = []
     for at in reversed(range(len(plan.units))):
-        made = gradients if plan.accumulate > 1 else FP32 * sum(elements[at:])
-        adds = {"gradients": made, "stash": sum(stashes[: at + 1]), "transient": transient(plan, at)}
-        name = plan.units[at].name
-        moments.append((f"backward of {name}" + (f" {at}" if name in ("dense", "moe") else ""), resting | adds))
+        unit = plan.units[at]
+        for stage in stages(plan.config, plan.recipe, unit.name, plan.load, dealt=plan.parallel.expert > 1):
+            of_unit = sum(weight.kept(plan.parallel) for weight in unit.weights if stage.made(weight.name))
+            adds = {
+                "gradients": gradients if plan.accumulate > 1 else FP32 * (sum(elements[at + 1 :]) + of_unit),
+                "stash": sum(stashes[: at + 1]) - stage.freed,
+                "transient": stage.work + travelling(plan, at) + added_later(plan, unit, stage),
+            }
+            where = f"backward of {unit.name}" + (f" {at}" if unit.name in ("dense", "moe") else "")
+            moments.append((f"{where}, {stage.name}" if stage.name else where, resting | adds))
     moments.append(("update", resting | {"gradients": gradients, "stash": 0, "transient": 0}))
     moment, peak = max(moments, key=lambda entry: sum(entry[1].values()))
     whole = {part: max(parts[part] for _, parts in moments) for part in PARTS}
@@ -79,12 +84,32 @@ def resting_codes(weight: Weight, plan: Planned) -> int:
     return both * weight.of_rank(plan.parallel) * ceil_div(weight.read_bytes(plan.recipe), shard)
 
 
-def transient(plan: Planned, at: int) -> int:
-    """Beyond what stays and what is kept: tensors of this unit's backward, gathered weights, whole gradients on their way."""
-    unit = plan.units[at]
-    gathered = sum(_gathered(weight, plan, in_use=True) for weight in unit.weights)
+def travelling(plan: Planned, at: int) -> int:
+    """Gathered weights of this unit and the next one, and FP32 gradients, whole, of this one and the one behind it.
+
+    Those behind are still being reduced. Gradients of what is not cut are where they stay.
+    """
+    gathered = sum(_gathered(weight, plan, in_use=True) for weight in plan.units[at].weights)
     gathered += sum(_gathered(weight, plan, in_use=False) for ahead in plan.units[:at][-1:] for weight in ahead.weights)
-    return working(plan, unit.name) + gathered + _whole_gradients(plan, plan.units[at : at + 2])
+    cut = [w for unit in plan.units[at : at + 2] for w in unit.weights if w.shard(plan.parallel) > 1]
+    return gathered + sum(_whole_gradient(weight, plan) for weight in cut)
+
+
+def added_later(plan: Planned, unit: Unit, stage: Stage) -> int:
+    """With accumulation, finished gradients beside the sums that they are added to: a linear's, or those of the experts.
+
+    The experts' wgrad in FP8 adds to the sum itself.
+    """
+    if plan.accumulate == 1:
+        return 0
+    uncut = [weight for weight in unit.weights if weight.shard(plan.parallel) == 1]
+    if stage.name == "experts":
+        return sum(_whole_gradient(w, plan) for w in uncut if w.experts and not w.coded(plan.recipe))
+    return max((_whole_gradient(w, plan) for w in uncut if not w.experts and stage.made(w.name)), default=0)
+
+
+def _whole_gradient(weight: Weight, plan: Planned) -> int:
+    return FP32 * weight.of_rank(plan.parallel) * weight.rows * weight.columns
 
 
 def _gathered(weight: Weight, plan: Planned, in_use: bool) -> int:
@@ -93,74 +118,3 @@ def _gathered(weight: Weight, plan: Planned, in_use: bool) -> int:
         return 0
     both = 2 if in_use and weight.coded(plan.recipe) else 1
     return both * weight.of_rank(plan.parallel) * weight.read_bytes(plan.recipe)
-
-
-def _whole_gradients(plan: Planned, units: list[Unit]) -> int:
-    """FP32, uncut: those of the first unit, and of the one behind it, which are still being reduced.
-
-    Gradients of what is not cut are where they stay; with accumulation a finished one lies beside the sum it is added to.
-    """
-
-    def of(weight: Weight) -> int:
-        return FP32 * weight.of_rank(plan.parallel) * weight.rows * weight.columns
-
-    cut = sum(of(w) for unit in units for w in unit.weights if w.shard(plan.parallel) > 1)
-    if plan.accumulate == 1:
-        return cut
-    return cut + max((of(w) for w in units[0].weights if w.shard(plan.parallel) == 1), default=0)
-
-
-def working(plan: Planned, unit: str) -> int:
-    """The most that tensors of a unit's backward take at a time; those of its attention, experts and FFN take turns."""
-    config, recipe, load = plan.config, plan.recipe, plan.load
-    carried = compute_bytes(recipe)
-    vocabulary = config.vocab_size or 0
-    if unit == "embedding":
-        return load.tokens * config.dim * carried
-    if unit == "head":
-        logits = min(load.tokens * vocabulary, GPU_CHUNK_VALUES)
-        return logits * (FP32 + carried) + load.tokens * config.dim * carried
-    stream = load.tokens * config.dim * (4 * carried + 2 * FP32)  # dY and its rail, dX, and what is summed into it in FP32
-    routed = config.has_experts and unit != "dense"
-    wide = config.shared_experts * config.expert_ffn if routed else config.ffn
-    parts = [_attention(config, recipe, load.tokens), _feed_forward(config, recipe, load.tokens, wide)]
-    if routed:
-        parts.append(_experts(config, recipe, load.padded) + _returned(plan))
-    return stream + max(parts)
-
-
-def _sizes(recipe: Recipe, op: str) -> tuple[int, Callable[[int], int], int]:
-    """(bytes of a carried value, bytes of a row of operands, orientations that exist side by side) around a linear."""
-    carried, coded = compute_bytes(recipe), recipe.linear(op).gradient.quantized
-    return carried, (lambda width: width + 4 * ceil_div(width, 128)) if coded else (lambda width: carried * width), 1 + coded
-
-
-def _attention(config: ModelConfig, recipe: Recipe, tokens: int) -> int:
-    carried, operand, both = _sizes(recipe, "out")
-    qk, v = config.heads * config.head_qk, config.heads * config.head_v
-    row = carried * (2 * qk + v) + 2 * carried * v  # dq, dk, dv; the output decoded, and its gradient
-    if both > 1:
-        row += both * (operand(qk) + operand(config.heads * (config.head_nope + config.head_v)))
-    if recipe.recompute == "norms_and_up":
-        row += carried * (2 * qk + v)
-    return tokens * row
-
-
-def _feed_forward(config: ModelConfig, recipe: Recipe, tokens: int, hidden: int) -> int:
-    carried, operand, both = _sizes(recipe, "shared_down")
-    # dY and its re-tiled copy, the activation and its own, dact; dh cast both ways, or as it is; dX.
-    row = sum(both * operand(width) for width in (config.dim, hidden, 2 * hidden)) + carried * (hidden + config.dim)
-    return tokens * row
-
-
-def _experts(config: ModelConfig, recipe: Recipe, rows: int) -> int:
-    carried, operand, both = _sizes(recipe, "expert_down")
-    dim, hidden = config.dim, config.expert_ffn
-    row = sum(both * operand(width) for width in (dim, hidden, 2 * hidden)) + carried * (hidden + dim)
-    return rows * (row + (operand(dim) if both > 1 else 0))  # the received codes re-tiled
-
-
-def _returned(plan: Planned) -> int:
-    """Rows that other GPUs send back, before they are summed by token."""
-    copies = plan.load.tokens * plan.config.top_k if plan.parallel.expert > 1 else 0
-    return copies * compute_bytes(plan.recipe) * plan.config.dim

@@ -30,15 +30,15 @@ class Rates:
     passes: float
 
 
-# docs/results/speed_h200/layer.json, 2026-11-30, as `layer_rates` reads it.
+# docs/results/fast_h200/layer.json, 2026-11-30, as `layer_rates` reads it.
 H200 = {
-    "dsv3": Rates(gemm=1042.3, attention=392.7, passes=201.9),
-    "bf16": Rates(gemm=733.6, attention=391.8, passes=392.4),
+    "dsv3": Rates(gemm=999.8, attention=373.4, passes=2675.4),
+    "bf16": Rates(gemm=669.0, attention=371.4, passes=3577.4),
 }
-SOURCE = "one V3 layer of 4,096 tokens on an H200 (docs/results/speed_h200)"
+SOURCE = "one V3 layer of 4,096 tokens on an H200 (docs/results/fast_h200)"
 
-COPY = 4192.0
-"""GB/s read and written of a copy on an H200 (docs/results/speed_h200/fused.json)."""
+COPY = 4245.0
+"""GB/s read and written of a copy on an H200 (the median of docs/results/fast_h200/kernels.json)."""
 NVLINK, NETWORK = 450.0, 50.0
 """GB/s a direction and GPU, of data sheets: NVLink 4, and an adapter of 400 Gbit/s for each GPU. Nothing is measured yet."""
 

@@ -44,10 +44,6 @@ class Weight:
         """GPUs that each matrix is cut over."""
         return parallel.expert_shard if self.experts else parallel.dp_shard
 
-    def replicas(self, parallel: ParallelConfig) -> int:
-        """GPUs that hold the same part of it."""
-        return parallel.expert_replicate if self.experts else parallel.dp_replicate
-
     def kept(self, parallel: ParallelConfig) -> int:
         """Elements on the GPU that has most: whole rows."""
         return self.of_rank(parallel) * ceil_div(self.rows, self.shard(parallel)) * self.columns

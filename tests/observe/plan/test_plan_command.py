@@ -50,7 +50,7 @@ def test_uneven_sequences_show_the_gpus_that_have_most(tmp_path: Path) -> None:
 
 
 def test_rates_by_hand_and_of_another_page(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "results" / "speed_h200" / "layer.json"
+    page = Path(__file__).parents[3] / "docs" / "results" / "fast_h200" / "layer.json"
     shipped, read = planned(tmp_path), planned(tmp_path, f"layer={page}")
     assert read["time"]["step"] == pytest.approx(shipped["time"]["step"], rel=1e-3)
     assert read["rates"]["source"] == str(page)
@@ -90,6 +90,9 @@ def test_what_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[st
         (["gpu=2"], "gpu: no such key; did you mean gpus?"),
         (["gpus=two"], "gpus=two: expected a whole number or null"),
         (["gpus=0"], "gpus=0 must be at least 1"),
+        (["imbalance=0.5"], "imbalance=0.5 must be at least 1"),
+        (["imbalance=1.5"], "receives 1 times the mean under parallel.expert=1; lower it to 1"),
+        (["parallel.dp_shard=4", "parallel.expert=4", "imbalance=4.5"], "under parallel.expert=4; lower it to 4"),
         (["node=0"], "node=0 must be at least 1"),
         (["memory=0"], "memory=0.0 must be above 0"),
         (["rates.copy=0"], "rates.copy=0.0 must be above 0"),
@@ -103,6 +106,18 @@ def test_mistakes_are_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert cli.main(["plan", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
+    """Those that docs/plan.md names."""
+    plain = planned(tmp_path)
+    assert planned(tmp_path, "training.steps=7", "training.cuda_graph=true", "recipe.gemm=exact") == plain
 
 
 def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
