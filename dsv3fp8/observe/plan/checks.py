@@ -27,11 +27,6 @@ def check_layout(config: PlanConfig, settings: RunConfig) -> None:
         problems.append(
             f"training.context={training.context} exceeds model.context={settings.model.context}: lower it or raise the latter"
         )
-    if training.batch < ranks:
-        problems.append(
-            f"training.batch={training.batch} leaves {ranks - training.batch} of {ranks} GPUs without a sequence: raise it to "
-            f"{ranks} (and lower training.accumulate={training.accumulate} to keep the step's tokens)"
-        )
     if ranks > config.node and ranks % config.node:
         problems.append(f"gpus={ranks} do not fill nodes of node={config.node} GPUs: take {_whole_nodes(ranks, config.node)}")
     most = largest_imbalance(settings.model, parallel)
@@ -50,7 +45,7 @@ def check_memory(config: PlanConfig, settings: RunConfig, plan: Planned, used: M
     cut = f"raise parallel.dp_shard={plan.parallel.dp_shard}"
     advice = {part: [cut] for part in ("masters", "moments", "codes", "gradients")}
     advice["moments"] += ["set optimizer.moments=bf16"] if plan.moment_bytes > 2 else []
-    advice["stash"] = advice["transient"] = _fewer_tokens(settings, plan)
+    advice["stash"] = advice["transient"] = _fewer_tokens(settings)
     largest = sorted(used.peak, key=lambda part: -used.peak[part])
     parts = ", ".join(f"{part} {used.peak[part] / 1e9:,.1f}" for part in largest[:3])
     remedies = list(dict.fromkeys(remedy for part in largest for remedy in advice[part]))
@@ -60,16 +55,11 @@ def check_memory(config: PlanConfig, settings: RunConfig, plan: Planned, used: M
     )
 
 
-def sequences_of_rank(settings: RunConfig, ranks: int) -> int:
-    """Of one micro-batch, on the GPU that has most."""
-    return math.ceil(settings.training.batch / ranks)
-
-
-def _fewer_tokens(settings: RunConfig, plan: Planned) -> list[str]:
+def _fewer_tokens(settings: RunConfig) -> list[str]:
     """What shrinks all that grows with the tokens."""
     training = settings.training
     again = [] if settings.recipe.recompute == "norms_and_up" else ["set recipe.recompute=norms_and_up"]
-    fewer = f"lower training.batch={training.batch}" if training.batch > plan.parallel.ranks else ""
+    fewer = f"lower training.batch={training.batch}" if training.batch > 1 else ""
     return [*again, fewer or f"lower training.context={training.context}"]
 
 

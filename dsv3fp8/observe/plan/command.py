@@ -9,7 +9,7 @@ from typing import Any
 from dsv3fp8.config import GROUPS, RunConfig, load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.observe.plan.checks import check_layout, check_memory, sequences_of_rank
+from dsv3fp8.observe.plan.checks import check_layout, check_memory
 from dsv3fp8.observe.plan.config import PlanConfig
 from dsv3fp8.observe.plan.memory import Memory, Planned, memory
 from dsv3fp8.observe.plan.rates import family, rates_of
@@ -41,9 +41,6 @@ def main(arguments: list[str]) -> int:
         settings.model = dataclasses.replace(settings.model, vocab_size=VOCABULARY)
         notes.append(f"model.vocab_size=null: {VOCABULARY:,} assumed")
     plan = planned(config, settings)
-    batch, ranks = settings.training.batch, config.parallel.ranks
-    if batch % ranks:
-        notes.append(f"training.batch={batch} is uneven over {ranks} GPUs: shown are those that have most")
     used = memory(plan)
     data = describe(config, settings, plan, used, notes)
     print(plan_text(data))
@@ -78,7 +75,7 @@ def parse(arguments: list[str]) -> tuple[PlanConfig, RunConfig]:
 
 def planned(config: PlanConfig, settings: RunConfig) -> Planned:
     """What is counted, of the GPU that has most to do."""
-    tokens = sequences_of_rank(settings, config.parallel.ranks) * settings.training.context
+    tokens = settings.training.batch * settings.training.context
     load = load_of(settings.model, config.parallel, tokens, config.imbalance)
     moment = MOMENT_BYTES[settings.optimizer.moments]
     return Planned(
@@ -92,7 +89,7 @@ def describe(config: PlanConfig, settings: RunConfig, plan: Planned, used: Memor
     sent = transfers(plan, config.node)
     time = timing(plan, sent, settings.training.context, speeds)
     training, ranks = settings.training, config.parallel.ranks
-    tokens = training.batch * training.context * training.accumulate
+    tokens = training.batch * training.context * training.accumulate * ranks
     dispatch, combine, mirrored = exchange_bytes(plan)
     rates = {"nvlink": speeds.nvlink, "network": speeds.network, "copy": speeds.copy, "head": speeds.head.gemm}
     return {

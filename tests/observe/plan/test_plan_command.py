@@ -13,7 +13,7 @@ V3 = [
     "gpus=2048",
     "parallel.dp_shard=2048",
     "parallel.expert=64",
-    "training.batch=2048",
+    "training.batch=1",
     "training.context=4096",
 ]
 
@@ -43,10 +43,9 @@ def test_a_vocabulary_and_the_gpus_are_filled_in(tmp_path: Path) -> None:
     assert round(data["parameters"] / 1e9, 2) == 1.99
 
 
-def test_uneven_sequences_show_the_gpus_that_have_most(tmp_path: Path) -> None:
-    data = planned(tmp_path, "model.vocab_size=257", "training.batch=5", "training.context=64", "parallel.dp_shard=2")
-    assert data["tokens_of_gpu"] == 3 * 64
-    assert data["notes"] == ["training.batch=5 is uneven over 2 GPUs: shown are those that have most"]
+def test_a_batch_is_what_each_gpu_reads_as_in_training(tmp_path: Path) -> None:
+    data = planned(tmp_path, "model.vocab_size=257", "training.batch=5", "training.context=64", "parallel.dp_replicate=2")
+    assert (data["tokens_of_gpu"], data["tokens"]) == (5 * 64, 2 * 5 * 64)
 
 
 def test_rates_by_hand_and_of_another_page(tmp_path: Path) -> None:
@@ -78,8 +77,7 @@ def test_what_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[st
         (["gpus=4"], "parallel.dp_replicate=1 times parallel.dp_shard=1 make 1 GPUs, not 4: set parallel.dp_shard=4"),
         (["parallel.dp_shard=4", "parallel.expert=8"], "parallel.expert=8 exceeds the 4 GPUs"),
         (["parallel.dp_shard=3", "parallel.expert=3"], "parallel.expert=3 does not divide model.experts=8: set it to 2"),
-        (["parallel.dp_shard=16"], "training.batch=8 leaves 8 of 16 GPUs without a sequence: raise it to 16"),
-        (["parallel.dp_shard=12", "training.batch=12"], "gpus=12 do not fill nodes of node=8 GPUs: take 8 or 16"),
+        (["parallel.dp_shard=12"], "gpus=12 do not fill nodes of node=8 GPUs: take 8 or 16"),
         (["training.context=4096"], "training.context=4096 exceeds model.context=1024"),
         (["memory=0.1"], "memory=0.1 GB of a GPU is less than the "),
         (["memory=0.1"], "set recipe.recompute=norms_and_up, or lower training.batch=8"),
