@@ -16,6 +16,9 @@ NAME = "transformer_engine"
 INSIDE = "Transformer Engine under Float8BlockScaling; what happens inside its linears is not observed"
 
 
+REMEDY = "take a Hopper GPU (H100, H200) and torch for CUDA 12.9 or later, or another recipe, such as recipe=dsv3"
+
+
 def choose(device: torch.device) -> Choice:
     """The backend of every linear under `recipe.linears: te`."""
     against = reason_against(device)
@@ -23,9 +26,9 @@ def choose(device: torch.device) -> Choice:
 
 
 def reason_against(device: torch.device) -> str | None:
-    """Why its block-scaled linears do not run on this device, or None when they do."""
+    """Why its block-scaled linears do not run on this device, with what helps, or None when they do."""
     if (against := hopper_reason(device)) is not None:
-        return against
+        return f"{against}: {REMEDY}"
     return import_error()
 
 

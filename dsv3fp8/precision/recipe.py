@@ -93,7 +93,7 @@ class Recipe:
     compute: str = "bf16"  # bf16 | fp32: what unquantized ops and tensors are carried in
     # hopper: its tensor core's sums to the bit, emulated elsewhere; fp32: plain FP32; null: hopper on a Hopper GPU, else fp32
     accumulator: str | None = None
-    # On a Hopper GPU. fast: its fastest kernels for each shape, cuBLASLt among them; exact: kernels whose every bit is defined
+    # On a Hopper GPU. fast: Gluon for BF16 results up to K = 2048, else cuBLASLt; exact: kernels whose every bit is defined
     gemm: str = "fast"
     # ours, or te: Transformer Engine's under Float8BlockScaling, which quantizes inside, where nobody observes
     linears: str = "ours"

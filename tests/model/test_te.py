@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from typing import Any
 
@@ -152,7 +153,15 @@ def test_the_map_says_that_there_is_none(capsys: pytest.CaptureFixture[str], tmp
     assert cli.main(["map", "recipe=te_blockwise", f"out={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "what happens inside its linears is not observed" in error
+    assert "what happens inside its linears is not observed; give another recipe" in error
+
+
+def test_the_map_refuses_to_compare_with_it_before_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    assert cli.main(["map", "recipe=dsv3", "against=te_blockwise", f"out={tmp_path}/out"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("dsv3fp8: error: against=te_blockwise has no map: ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_where_it_is_not_installed_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +184,7 @@ def test_where_it_is_not_installed_one_line_says_so(monkeypatch: pytest.MonkeyPa
 def test_without_a_hopper_gpu_nothing_starts() -> None:
     from dsv3fp8.config import load_config
 
-    with pytest.raises(UserError, match=r"^recipe\.linears=te: cpu has no FP8 tensor cores$"):
+    with pytest.raises(UserError, match=rf"^recipe\.linears=te: cpu has no FP8 tensor cores: {re.escape(te.REMEDY)}$"):
         validate_run(load_config(["recipe=te_blockwise", "training.device=cpu", "model=nano"]))
     with pytest.raises(UserError, match=r"^recipe\.linears=te: "):
         build(nano(), recipe("te_blockwise"))

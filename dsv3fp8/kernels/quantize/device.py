@@ -82,12 +82,6 @@ def rounded_to_bf16(values):
 
 
 @triton.jit
-def magnitude_bits(values):
-    """The bits of fp32 magnitudes: as integers they order as magnitudes do, inf above every number and NaN above inf."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def larger(a, b):
     """The larger number, NaN where one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

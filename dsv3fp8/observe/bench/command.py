@@ -25,7 +25,7 @@ from dsv3fp8.observe.bench.gemms import dense_tables
 from dsv3fp8.observe.bench.grouped import grouped_tables
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
 from dsv3fp8.observe.bench.outer import outer_tables
-from dsv3fp8.observe.bench.page import page, shown
+from dsv3fp8.observe.bench.page import page, rewrite, shown
 from dsv3fp8.observe.bench.rates import Table, judged
 from dsv3fp8.observe.bench.roofline import roofline, roofline_tables
 from dsv3fp8.observe.bench.sizes import SIZES, StepSize
@@ -62,7 +62,7 @@ class BenchConfig:
     peers: bool = False
     # Parts of the kind, with commas. Empty: all of them.
     only: str = ""
-    # Of `linear` the first recipe, of `layer` and `step` all, with commas; the last of `step` is the peer.
+    # Of `kernels` and `linear` the first recipe, of `layer` and `step` all, with commas; the last of `step` is the peer.
     recipes: str = "dsv3,bf16"
     # Of `step`.
     model: Literal["small", "medium"] = "small"
@@ -89,7 +89,11 @@ class BenchConfig:
     def parts(self, kind: str) -> list[str]:
         """What is measured of this kind; UserError for what it has not."""
         wanted = [name for name in self.only.split(",") if name]
-        raise_problems([f"only={name}: {kind} has {', '.join(KINDS[kind])}" for name in wanted if name not in KINDS[kind]])
+        problems = [f"only={name}: {kind} has {', '.join(KINDS[kind])}" for name in wanted if name not in KINDS[kind]]
+        for name, needed in layers.NEEDS.items() if kind == "layer" else ():
+            if name in wanted and not {*needed} & {*wanted}:
+                problems.append(f"only={name}: it is of layers that run, so pick them too: only={needed[0]},{name}")
+        raise_problems(problems)
         return wanted or list(KINDS[kind])
 
     @property
@@ -104,7 +108,11 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     kind, config = parse(arguments)
     if kind == PAGE:
-        return write_pages(Path(config.out))
+        for path in rewrite(Path(config.out).expanduser(), KINDS):
+            print(path)
+        return 0
+    recipes = [recipe_named(name) for name in config.names]
+    _check_recipes(kind, recipes)
     device = select_device(config.device)
     against = None if config.sizes == "tiny" and config.device == "cpu" else hopper_reason(device)
     if against is not None:
@@ -114,7 +122,6 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    recipes = [recipe_named(name) for name in config.names]
     out = writable_directory(config.out, f"{kind}.json", f"{kind}.md")
     started = time.monotonic()
     found, left_out = peers.find() if config.peers else ({}, [])
@@ -125,7 +132,7 @@ def main(arguments: list[str]) -> int:
         data["notes"].append("on a CPU, at tiny sizes: the path was tried, the figures mean nothing")
     if kind in ("layer", "step") and peers.TRANSFORMER_ENGINE in found and TE_RECIPE not in config.names:
         recipes.insert(1, recipe_named(TE_RECIPE))
-    interrupted = False
+    interrupted, known = False, len(data["notes"])
     try:
         measure(kind, config.parts(kind), setting, recipes, setting.sizes.steps[config.model], data)
     except KeyboardInterrupt:
@@ -139,6 +146,9 @@ def main(arguments: list[str]) -> int:
         "sizes": config.sizes, "recipes": [recipe.name for recipe in recipes], "seconds": time.monotonic() - started,
     }  # fmt: skip
     _show(data)
+    if not interrupted and not _measured(data):
+        reasons = [*data["notes"][known:], *_failures(data), "no part of it has anything to run"]
+        raise UserError(f"bench {kind}: nothing could be measured, and nothing is written: {reasons[0]}")
     (out / f"{kind}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (out / f"{kind}.md").write_text(page(data), encoding="utf-8")
     print(f"\nsee {out / f'{kind}.md'} and {out / f'{kind}.json'}; {data['about']['seconds']:.0f} s")
@@ -150,27 +160,36 @@ def parse(arguments: list[str]) -> tuple[str, BenchConfig]:
     kind, *rest = arguments
     if kind not in (*KINDS, PAGE):
         raise UserError(f"bench {kind}: there are {', '.join((*KINDS, PAGE))}, as in `dsv3fp8 bench kernels`")
-    config = build(BenchConfig, key_values(rest, "rounds=3 out=runs/bench"))
+    given = key_values(rest, "rounds=3 out=runs/bench")
+    config = build(BenchConfig, given)
+    idle = {*given} - {"out"} if kind == PAGE else set() if kind == "step" else {"model"}
+    raise_problems([f"{key}={text} has no effect on bench {kind}: leave it out" for key, text in given.items() if key in idle])
     if kind in KINDS:
         config.parts(kind)
     return kind, config
 
 
-def write_pages(directory: Path) -> int:
-    """The Markdown page of every KIND.json in a directory, written beside it; the exit status."""
-    sources = [path for path in sorted(directory.glob("*.json")) if _is_run(path)]
-    if not sources:
-        raise UserError(f"out={directory}: there is no JSON of a bench in it; give the directory that one was written to")
-    for source in sources:
-        target = source.with_suffix(".md")
-        target.write_text(page(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
-        print(target)
-    return 0
+def _check_recipes(kind: str, recipes: list[Recipe]) -> None:
+    """Refuse Transformer Engine's linears where our own would be measured under their name."""
+    instead = {
+        "linear": "Transformer Engine's Linear is a column beside another recipe's: recipes=dsv3 peers=true",
+        "kernels": "its linears are Transformer Engine's, kernels are ours: leave it out",
+    }
+    if kind in instead:
+        raise_problems([f"bench {kind} recipes={r.name}: {instead[kind]}" for r in recipes if r.linears == "te"])
 
 
-def _is_run(path: Path) -> bool:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return isinstance(found, dict) and found.get("about", {}).get("kind") in KINDS
+def _measured(data: dict[str, Any]) -> bool:
+    ways = [way for table in data["tables"] for case in table["cases"] for way in case["ways"].values()]
+    return bool(data["breakdowns"]) or any(way["ms"] is not None for way in ways)
+
+
+def _failures(data: dict[str, Any]) -> list[str]:
+    """Why cases and ways have no figure."""
+    cases = [case for table in data["tables"] for case in table["cases"]]
+    found = [(case["case"], case["failed"]) for case in cases]
+    found += [(f"{case['case']}, {name}", way["failed"]) for case in cases for name, way in case["ways"].items()]
+    return [f"{name}: {failed}" for name, failed in found if failed]
 
 
 def help_text() -> str:
@@ -204,9 +223,9 @@ def measure(kind: str, parts: list[str], setting: Setting, recipes: list[Recipe]
     elif kind == "layer":
         _measure_layer(parts, setting, recipes, data)
     else:
-        with steps.trainers(setting, size, [recipe.name for recipe in recipes]) as made:
+        with steps.trainers(setting, size, [recipe.name for recipe in recipes], data["notes"]) as made:
             timed: dict[str, float | None] = {}
-            if "rates" in parts:
+            if "rates" in parts and made:
                 (timed,) = _run(steps.step_table(size, made), setting, data).values()
             for name, trainer in made.items() if "breakdown" in parts else ():
                 _break_down(name, data, partial(steps.step_breakdown, setting, trainer, timed.get(name)))

@@ -25,6 +25,8 @@ from dsv3fp8.precision.recipe import Recipe
 
 PLAIN, COMPILED = "torch BF16", "torch.compile BF16"
 PARTS = ("recipes", "eager", "compiled", "weights", "roofline", "breakdown")
+NEEDS = {"weights": ("recipes",), "breakdown": ("recipes", "eager", "compiled")}
+"""Parts that look at layers which other parts run: one of these has to be picked too."""
 BOTH_WAYS = "forward + backward"
 
 
@@ -135,7 +137,8 @@ def weight_tables(setting: Setting, subjects: dict[str, Running]) -> list[Table]
         if isinstance(subject, Subject) and any(codes.quantizers.gemm.weight.quantized for codes, _ in subject.weights()):
             work = 6.0 * sum(weight.numel() for _, weight in subject.weights())
             cases.append(Case(name, work, partial(_weight_ways, setting, subject)))
-    return [Table("layer, weight casts", "Weight casts of the layer, once an optimizer step", "GB/s", COPY, about, cases)]
+    title = "Weight casts of the layer, once an optimizer step"
+    return [Table("layer, weight casts", title, "GB/s", COPY, about, cases)] if cases else []
 
 
 def _weight_ways(setting: Setting, subject: Subject) -> list[Way]:

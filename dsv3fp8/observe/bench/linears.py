@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import matmul_nt
 from dsv3fp8.model.linear import Linear
 from dsv3fp8.observe.bench import peers
@@ -28,7 +29,7 @@ Set = tuple[Tensor, Tensor]  # x that requires a gradient, dy
 def linear_tables(setting: Setting) -> dict[str, Table]:
     """Replayed from a graph, the same launched by the host, and the weight casts, which happen once a step; by part."""
     shapes, tokens = setting.sizes.linears, setting.sizes.tokens
-    name = setting.recipe.name
+    gemm, compute = setting.recipe.linear(shapes[0].op), setting.recipe.compute.upper()
 
     def cases(graph: bool) -> list[Case]:
         return [
@@ -36,12 +37,9 @@ def linear_tables(setting: Setting) -> dict[str, Table]:
             for shape in shapes
         ]
 
-    about = (
-        f"{tokens} tokens; {name}: both casts of dY, the cast of x and its re-tile are counted, weight casts are not; "
-        f"{UPSTREAM}: x and dY arrive as codes, the re-tile of x is counted"
-    )
+    written = "codes for fprop and for dgrad" if gemm.weight.quantized else f"a copy in {compute}"
     return {
-        "graph": Table("linear", "Linear, forward + backward", "TFLOP/s", PEER, about, cases(graph=True)),
+        "graph": Table("linear", "Linear, forward + backward", "TFLOP/s", PEER, _counted(setting), cases(graph=True)),
         "host": Table(
             "linear, launched by the host", "Linear, forward + backward, launched by the host", "TFLOP/s", PEER,
             "the same without CUDA graphs: where launching takes longer than the chip, the rate is the host's",
@@ -49,10 +47,27 @@ def linear_tables(setting: Setting) -> dict[str, Table]:
         ),
         "weights": Table(
             "weight casts", "Weight casts, once an optimizer step", "GB/s", COPY,
-            "the FP32 master read once, codes for fprop and for dgrad written; the ratio is the share of a copy's rate",
+            f"the FP32 master read once, {written} written; the ratio is the share of a copy's rate",
             [Case(str(s), 6.0 * s.inputs * s.outputs, partial(_weight_casts, setting, s)) for s in shapes],
         ),
     }  # fmt: skip
+
+
+def _counted(setting: Setting) -> str:
+    """What the rates include, which the recipe decides."""
+    recipe, counted = setting.recipe, []
+    gemm = recipe.linear(setting.sizes.linears[0].op)
+    if gemm.gradient.quantized:
+        counted.append("the cast of dY" if gemm.gradient.one_orientation else "both casts of dY")
+    if gemm.input.quantized:
+        counted += ["the cast of x"] if gemm.input.one_orientation else ["the cast of x", "its re-tile"]
+    start = f"{setting.sizes.tokens} tokens; {recipe.name}"
+    if not counted:
+        return f"{start} quantizes neither x nor dY: there is no cast of theirs to count, and weights are ready beforehand"
+    said = " and ".join(part for part in (", ".join(counted[:-1]), counted[-1]) if part)
+    retiled = ", the re-tile of x is counted" if "its re-tile" in counted else ""
+    verb = "is" if len(counted) == 1 else "are"
+    return f"{start}: {said} {verb} counted, weight casts are not; {UPSTREAM}: x and dY arrive as codes{retiled}"
 
 
 def _ways(setting: Setting, shape: LinearShape, graph: bool) -> list[Way]:
@@ -65,7 +80,8 @@ def _ways(setting: Setting, shape: LinearShape, graph: bool) -> list[Way]:
         Way(setting.recipe.name, partial(_ours, setting, shape, sets), graph=graph),
         Way(PEER, partial(_torch, setting, shape, sets), graph=graph),
     ]
-    if graph:
+    gemm = setting.recipe.linear(shape.op)
+    if graph and (gemm.input.quantized or gemm.gradient.quantized):
         ways.append(Way(UPSTREAM, partial(_upstream, setting, shape, sets)))
     if peers.TRANSFORMER_ENGINE in setting.peers:
         for name, scaling in peers.TE_SCALINGS.items():
@@ -131,6 +147,8 @@ def _tokens_contiguous(codes: QuantizedTensor) -> QuantizedTensor:
 
 def _weight_casts(setting: Setting, shape: LinearShape) -> list[Way]:
     layer = _layer(setting, shape)
+    if not layer.quantizers.gemm.weight.quantized and setting.recipe.compute == "fp32":
+        raise UserError(f"{setting.recipe.name} casts no weight; give another recipe")
 
     def call() -> object:
         layer.codes.invalidate()

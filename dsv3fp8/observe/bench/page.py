@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dsv3fp8.errors import UserError
 from dsv3fp8.observe.bench.rates import TIMES
+from dsv3fp8.observe.output import writable_directory
 
 MISSING = "–"
 
@@ -51,6 +56,42 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join([*head, *(f"- {note}" for note in data["notes"]), "", *(table.markdown() for table in shown(data))])
 
 
+def rewrite(directory: Path, kinds: Collection[str]) -> list[Path]:
+    """The page of every run whose JSON lies in a directory, beside it; JSON of other things is left alone.
+
+    UserError, before any is written, for what cannot be read or lacks something.
+    """
+    pages: dict[Path, bytes] = {}
+    for source in sorted(path for path in directory.glob("*.json") if path.is_file()):
+        found = _read(source)
+        about = found.get("about") if isinstance(found, dict) else None
+        if not isinstance(about, dict) or about.get("kind") not in [*kinds]:
+            continue
+        try:
+            pages[source.with_suffix(".md")] = page(found).encode()
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            said = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:160]
+            raise UserError(f"{source} is no whole bench {about['kind']}: {said}; {_REMEDY}") from error
+    if not pages:
+        raise UserError(f"out={directory}: there is no JSON of a bench in it; give the directory that one was written to")
+    writable_directory(directory, *(target.name for target in pages))
+    for target, text in pages.items():
+        target.write_bytes(text)
+    return [*pages]
+
+
+_REMEDY = "measure it again, or move the file to another directory"
+
+
+def _read(source: Path) -> Any:
+    try:
+        return json.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}; {_REMEDY}") from error
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise UserError(f"{source} is not JSON: {error}; {_REMEDY}") from error
+
+
 def _rates(table: dict[str, Any]) -> Shown:
     names = list(dict.fromkeys(name for case in table["cases"] for name in case["ways"]))
     peer, unit = table["peer"], table["unit"]
@@ -84,8 +125,8 @@ def _roofline(found: dict[str, Any]) -> Shown:
     total = {"part": "all of them", "work": "", "rates": "", "ms": found["ms"]}
     rows = [[part["part"], part["work"], part["rates"], _ms(part["ms"])] for part in (*found["parts"], total)]
     notes = [
-        "GEMMs at the best rate of each in this run (fprop / dgrad / wgrad), attention at cuDNN's time, what lies between them "
-        "at the rate of a copy: forward + backward under dsv3.",
+        "A yardstick, not a bound: GEMMs at the best rate of each in this run (fprop / dgrad / wgrad), attention at cuDNN's "
+        "time, each measured alone, and what lies between them at the rate of a copy: forward + backward under dsv3.",
         *(f"{name}: {_ms(s['ms'])} ms, {_percent(s['share'])} of the roofline" for name, s in found["shares"].items()),
         f"once an optimizer step and not in the sum: {once['part']}, {once['work']}, {_ms(once['ms'])} ms",
     ]

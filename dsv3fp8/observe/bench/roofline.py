@@ -1,7 +1,7 @@
-"""The shortest time that the layer could take under dsv3: its GEMMs and attention at the best rates of this run, and its bytes.
+"""A yardstick for the layer under dsv3: its GEMMs and attention at the best rates of this run, and its bytes, one by one.
 
-Nothing overlaps in it: GEMMs fill the chip by themselves, and what moves bytes fills the memory. A kernel that does more than
-one op's work in a pass (a GEMM that adds the residual as it stores) can go below it.
+No bound. Parts are measured alone, back to back on a hot chip: inside the layer GEMMs run some 10 % faster. A kernel that does
+more than one op's work in a pass (a GEMM that adds the residual as it stores) can go below it as well.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _copy_case(setting: Setting) -> Case:
 
 
 def roofline(setting: Setting, measured: Mapping[str, Medians], layer: Mapping[str, float | None]) -> dict[str, Any]:
-    """The parts with their shortest times, their sum, and the share of it that each measured layer reaches.
+    """The parts with their best times, their sum, and the share of it that each measured layer reaches.
 
     measured: the medians of `roofline_tables`, by table. layer: of forward with backward, by subject.
     """

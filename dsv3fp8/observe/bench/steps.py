@@ -18,6 +18,7 @@ from dsv3fp8.observe.bench.breakdown import breakdown
 from dsv3fp8.observe.bench.operands import Setting
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.observe.bench.sizes import StepSize
+from dsv3fp8.observe.bench.timing import one_line
 from dsv3fp8.training.graph import WARM_UP, StepGraph
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.step import train_step
@@ -71,14 +72,23 @@ def step_config(size: StepSize, recipe: str) -> RunConfig:
 
 
 @contextmanager
-def trainers(setting: Setting, size: StepSize, recipes: list[str]) -> Iterator[dict[str, Trainer]]:
-    """A trainer for each recipe, all in memory at once, so that their steps take turns."""
+def trainers(setting: Setting, size: StepSize, recipes: list[str], notes: list[str]) -> Iterator[dict[str, Trainer]]:
+    """A trainer for each recipe, all in memory at once, so that their steps take turns.
+
+    One that cannot be built costs no other: why goes to `notes`.
+    """
     with ExitStack() as stack:
         configs = {recipe: step_config(size, recipe) for recipe in recipes}
         corpus = open_corpus(configs[recipes[0]].data)
-        made = {recipe: Trainer(config, corpus, setting) for recipe, config in configs.items()}
-        for trainer in made.values():
+        made: dict[str, Trainer] = {}
+        for recipe, config in configs.items():
+            try:
+                trainer = Trainer(config, corpus, setting)
+            except Exception as error:
+                notes.append(f"{recipe} is left out: {one_line(error)}")
+                continue
             stack.enter_context(trainer.batches)
+            made[recipe] = trainer
         yield made
 
 

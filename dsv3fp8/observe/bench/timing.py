@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from dsv3fp8.errors import UserError
 from dsv3fp8.observe.bench.rates import Call, Case, Timing, Way
 
 MOST_CALLS = 64  # in one sample
@@ -74,9 +75,9 @@ def release(clock: Clock) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one short line."""
+    """The error as one short line, whose kind only a bug's reader wants to know."""
     said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}"[:240]
+    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"[:240]
 
 
 @contextlib.contextmanager

@@ -64,8 +64,13 @@ def main(arguments: list[str]) -> int:
         print(help_text())
         return 0
     config, settings = parse(arguments)
-    out = writable_directory(config.out, *FILES)
+    compared = None
+    if config.against is not None:
+        words = [word for word in arguments if word.partition("=")[0] in ("model", "config") or word.startswith("model.")]
+        compared = load_config([*words, f"recipe={config.against}"])
+    _check(config, settings, compared)
     layer = _layer(config, settings)
+    out = writable_directory(config.out, *FILES)
     ledger, this = _observe(config, settings, layer)
     data: dict[str, Any] = {
         "model": settings.model.name,
@@ -76,9 +81,8 @@ def main(arguments: list[str]) -> int:
     data |= _entry(this, ledger)
     other, changes = None, []
     print(map_table(this))
-    if config.against is not None:
-        words = [word for word in arguments if word.partition("=")[0] in ("model", "config") or word.startswith("model.")]
-        ledger, other = _observe(config, load_config([*words, f"recipe={config.against}"]), layer)
+    if compared is not None:
+        ledger, other = _observe(config, compared, layer)
         changes = compare(this, other)
         data["against"] = _entry(other, ledger)
         data["difference"] = [vars(change) for change in changes if not change.equal]
@@ -128,12 +132,19 @@ def _layer(config: MapConfig, settings: RunConfig) -> str:
     return config.layer if config.layer != "auto" else "moe" if has["moe"] else "dense"
 
 
+def _check(config: MapConfig, settings: RunConfig, compared: RunConfig | None) -> None:
+    """Raise UserError with all that cannot be observed, before anything runs."""
+    problems, model = [], settings.model
+    for key, run in (("recipe", settings), ("against", compared)):
+        if run is not None and run.recipe.linears == "te":
+            problems.append(f"{key}={run.recipe.name} has no map: {INSIDE}; give another recipe")
+    if config.tokens > model.context:
+        problems.append(f"tokens={config.tokens} exceeds model.context={model.context}: lower it or raise the key")
+    raise_problems(problems)
+
+
 def _observe(config: MapConfig, settings: RunConfig, layer: str) -> tuple[Ledger, Observed]:
     model, recipe, device = settings.model, settings.recipe, select_device(config.device)
-    if recipe.linears == "te":
-        raise UserError(f"recipe={recipe.name} has no map: {INSIDE}")
-    if config.tokens > model.context:
-        raise UserError(f"tokens={config.tokens} exceeds model.context={model.context}: lower it or raise the key")
     if device.type == "cpu":
         keep_freed_memory()
         limit_memory()

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from dsv3fp8 import cli
-from dsv3fp8.observe.bench import casts, command, peers, timing
+from dsv3fp8.kernels import te
+from dsv3fp8.kernels.backend import FASTER_UP_TO_K
+from dsv3fp8.observe.bench import casts, command, linears, peers, timing
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
 from dsv3fp8.observe.bench.rates import Case, Way
 from dsv3fp8.observe.bench.sizes import TINY
 from dsv3fp8.observe.bench.timing import Clock, race, run_case
+from dsv3fp8.precision.recipe import Recipe
+from dsv3fp8.schema import field_notes
 
 CPU = Clock(torch.device("cpu"), rounds=2)
 TABLES = {
@@ -99,8 +103,55 @@ def test_the_layer_beside_plain_torch(only: str, ways: list[str], peer: str, tmp
 def test_a_layer_that_cannot_be_built_costs_no_other(tmp_path: Path) -> None:
     """Transformer Engine's, on a CPU."""
     data = run("layer", tmp_path, "recipes=te_blockwise,bf16", "only=recipes")
-    assert data["notes"][-1] == "te_blockwise is left out: UserError: recipe.linears=te: cpu has no FP8 tensor cores"
+    assert data["notes"][-1] == f"te_blockwise is left out: recipe.linears=te: cpu has no FP8 tensor cores: {te.REMEDY}"
     assert [list(case["ways"]) for case in data["tables"][0]["cases"]] == [["bf16"]] * 2
+
+
+def test_a_model_that_cannot_be_built_costs_no_other(tmp_path: Path) -> None:
+    data = run("step", tmp_path, "recipes=dsv3,te_blockwise,bf16", "only=rates")
+    assert data["notes"][-1].startswith("te_blockwise is left out: recipe.linears=te: cpu has no FP8 tensor cores: take ")
+    (table,) = data["tables"]
+    assert (list(table["cases"][0]["ways"]), table["peer"]) == (["dsv3", "bf16"], "bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["layer", "recipes=te_blockwise", "only=recipes"], "te_blockwise is left out: recipe.linears=te: cpu has no FP8"),
+        (["layer", "recipes=te_blockwise", "only=recipes,breakdown,weights"], "te_blockwise is left out: "),
+        (["step", "recipes=te_blockwise"], "te_blockwise is left out: recipe.linears=te: cpu has no FP8"),
+        (["linear", "recipes=fp32", "only=weights"], "256 → 128: fp32 casts no weight; give another recipe"),
+    ],
+)
+def test_nothing_measured_is_an_error_that_writes_nothing(
+    words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{words[0]}.json").write_text("of before")
+    assert cli.main(["bench", *words, "device=cpu", "sizes=tiny", "rounds=1", f"out={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"dsv3fp8: error: bench {words[0]}: nothing could be measured, and nothing is written: {why}")
+    assert error.count("\n") == 1
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(f"{words[0]}.json", "of before")]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "upstream"),
+    [
+        ("dsv3", ": both casts of dY, the cast of x and its re-tile are counted, weight casts are not", True),
+        ("blockwise_grad", ": the cast of dY, the cast of x and its re-tile are counted, weight casts are not", True),
+        ("tensorwise", ": the cast of dY and the cast of x are counted, weight casts are not", True),
+        ("bf16", " quantizes neither x nor dY: there is no cast of theirs to count, and weights are ready beforehand", False),
+    ],
+)
+def test_a_linear_says_which_casts_its_recipe_counts(name: str, said: str, upstream: bool) -> None:
+    tables = linears.linear_tables(Setting(TINY, CPU, recipe_named(name)))
+    arrive = f"; {linears.UPSTREAM}: x and dY arrive as codes" if upstream else ""
+    retiled = ", the re-tile of x is counted" if "re-tile" in said else ""
+    assert tables["graph"].about == f"256 tokens; {name}{said}{arrive}{retiled}"
+    ways = [way.name for way in tables["graph"].cases[0].build()]
+    assert ways == [name, linears.PEER, *([linears.UPSTREAM] if upstream else [])]
+    written = "a copy in BF16" if name == "bf16" else "codes for fprop and for dgrad"
+    assert f"read once, {written} written" in tables["weights"].about
 
 
 def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +171,8 @@ def test_the_roofline_alone_needs_no_layer(tmp_path: Path) -> None:
     assert {table["name"] for table in data["tables"]} == {"layer, dense", "layer, grouped", "layer, attention", "layer, copy"}
     assert data["roofline"]["shares"] == {}
     assert data["roofline"]["ms"] == pytest.approx(sum(part["ms"] for part in data["roofline"]["parts"]))
-    assert "## Roofline of the layer\n" in (tmp_path / "layer.md").read_text(encoding="utf-8")
+    page = (tmp_path / "layer.md").read_text(encoding="utf-8")
+    assert "## Roofline of the layer\n\nA yardstick, not a bound: " in page
 
 
 def test_pages_are_written_again_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +189,54 @@ def test_pages_are_written_again_from_what_was_measured(tmp_path: Path, capsys: 
     (tmp_path / "linear_of_today.json").unlink()
     assert cli.main(["bench", "page", f"out={tmp_path}"]) == 2
     assert "there is no JSON of a bench in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{broken", "is not JSON: Expecting property name"),
+        ("", "is not JSON: Expecting value"),
+        ("\udcff", "is not JSON: 'utf-8' codec can't decode"),
+        ("[" * 100_000, "is not JSON: "),
+        ('{"about": {"kind": "kernels"}}', "is no whole bench kernels: it has no 'packages'; "),
+        ('{"about": {"kind": "step", "packages": []}}', "is no whole bench step: 'list' object has no attribute 'items'; "),
+    ],
+)
+def test_damaged_json_is_named_before_any_page_is_written(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("linear", tmp_path, "only=weights")
+    (tmp_path / "linear.md").write_text("of before")
+    (tmp_path / "torn.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    capsys.readouterr()
+    assert cli.main(["bench", "page", f"out={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"dsv3fp8: error: {tmp_path}/torn.json {said}")
+    assert error.endswith("; measure it again, or move the file to another directory\n")
+    assert error.count("\n") == 1
+    assert (tmp_path / "linear.md").read_text() == "of before"
+
+
+def test_a_run_that_lost_one_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = run("linear", tmp_path, "only=weights")
+    for damaged in ({"rate": "fast"}, {}, {"rate": 10**400}):
+        data["tables"][0]["cases"][0]["ways"]["ours"] = damaged
+        (tmp_path / "linear.json").write_text(json.dumps(data))
+        capsys.readouterr()
+        assert cli.main(["bench", "page", f"out={tmp_path}"]) == 2
+        assert f"{tmp_path}/linear.json is no whole bench linear: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "null", '{"about": null}', '{"about": {"kind": ["kernels"]}}', '{"about": {"kind": "x"}}']
+)
+def test_json_of_other_things_is_left_alone(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text(text)
+    (tmp_path / "folder.json").mkdir()
+    assert cli.main(["bench", "page", f"out={tmp_path}"]) == 2
+    assert capsys.readouterr().err == (
+        f"dsv3fp8: error: out={tmp_path}: there is no JSON of a bench in it; give the directory that one was written to\n"
+    )
 
 
 def test_the_commit_is_given_where_the_source_has_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +336,17 @@ def test_without_a_hopper_gpu_one_line_says_what_is_needed(
         (["step", "device=cpu"], "device=cpu measures nothing of use at full size: add sizes=tiny"),
         (["step", "device=tpu"], "device=tpu must be one of"),
         (["step", "peers=maybe"], "peers=maybe: expected true or false"),
+        (["page", "only=foo"], "only=foo has no effect on bench page: leave it out"),
+        (
+            ["page", "rounds=3", "device=cpu", "sizes=tiny"],
+            "rounds=3 has no effect on bench page: leave it out; device=cpu has",
+        ),
+        (["layer", "model=small"], "model=small has no effect on bench layer: leave it out"),
+        (["layer", "only=weights,eager"], "only=weights: it is of layers that run, so pick them too: only=recipes,weights"),
+        (["layer", "only=breakdown"], "only=breakdown: it is of layers that run, so pick them too: only=recipes,breakdown"),
+        (["linear", "recipes=te_blockwise"], "is a column beside another recipe's: recipes=dsv3 peers=true"),
+        (["linear", "recipes=dsv3,te_blockwise"], "bench linear recipes=te_blockwise: Transformer Engine's Linear is a column"),
+        (["kernels", "recipes=te_blockwise"], "its linears are Transformer Engine's, kernels are ours: leave it out"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
@@ -246,6 +357,14 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert error.startswith("dsv3fp8: error: ")
     assert complaint in error
     assert error.count("\n") == 1
+
+
+def test_what_fast_means_is_said_as_the_rule_that_chooses() -> None:
+    """Not as the fastest for each shape, which `bench kernels only=dense` shows that it is not."""
+    rule = f"Gluon for BF16 results up to K = {FASTER_UP_TO_K}, else cuBLASLt"
+    root = Path(__file__).parents[3]
+    texts = [(root / name).read_text(encoding="utf-8") for name in ("configs/recipe/base.yaml", "docs/recipes.md")]
+    assert all(rule in text for text in (*texts, field_notes(Recipe)["gemm"]))
 
 
 def test_a_place_that_cannot_be_written_to_is_named_before_anything_runs(
