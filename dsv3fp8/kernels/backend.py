@@ -61,7 +61,7 @@ def triton_reason() -> str | None:
 
 
 FASTER_UP_TO_K = 2048
-"""The longest K at which our own dense GEMM beats cuBLASLt's, which wins where it has more to sum; measured on an H200."""
+"""The longest K whose BF16 results our own dense GEMM computes: beyond it either may be faster, by some percent, on an H200."""
 
 
 def choose_gemm(a: Operand, b: Operand, spec: GemmSpec, out_dtype: torch.dtype) -> Choice:
