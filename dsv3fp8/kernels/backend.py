@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -270,6 +272,21 @@ def against_triton(device: torch.device) -> str | None:
     if (capability := device_capability(device.index or 0)) != (9, 0):
         return f"the Triton kernels are for Hopper, not for sm_{capability[0]}{capability[1]}"
     return triton_reason()
+
+
+@lru_cache
+def triton_kernels(name: str) -> Any:
+    """The module of an op's Triton kernels, which only a machine with Triton can import."""
+    return import_module(f"dsv3fp8.kernels.{name}.triton")
+
+
+def triton_or_torch(against: str | None, kernels: str, said: str, *asked: Any) -> Choice:
+    """Triton, of which `said` is told, or torch. against: why not on this device; else the kernels are asked."""
+    if against is None:
+        against = triton_kernels(kernels).reason_against(*asked)
+    if against is None:
+        return Choice("triton", said)
+    return Choice("reference", f"torch, fp32 arithmetic: {against}")
 
 
 def quantize(

@@ -7,15 +7,13 @@ of its kernel; who asks for one says in what format and with which scale kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv3fp8.kernels.backend import Choice, against_triton
+from dsv3fp8.kernels.backend import Choice, against_triton, triton_kernels, triton_or_torch
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope.reference import Both, Cast
@@ -26,17 +24,7 @@ from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
 
 def _choice(device: torch.device, kernels: str, *asked: Any) -> Choice:
-    against = against_triton(device)
-    if against is None:
-        against = _kernels(kernels).reason_against(*asked)
-    if against is None:
-        return Choice("triton", "one kernel, with the casts that ride on it")
-    return Choice("reference", f"torch, fp32 arithmetic: {against}")
-
-
-@lru_cache
-def _kernels(name: str) -> Any:
-    return import_module(f"dsv3fp8.kernels.{name}.triton")
+    return triton_or_torch(against_triton(device), kernels, "one kernel, with the casts that ride on it", *asked)
 
 
 def choose_norm(x: Tensor, grads: Sequence[Tensor | None] = (), fmt: Format | None = None) -> Choice:
@@ -46,7 +34,7 @@ def choose_norm(x: Tensor, grads: Sequence[Tensor | None] = (), fmt: Format | No
 
 def norm_forward(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     if choose_norm(x).backend == "triton":
-        return _kernels("norm").forward(x, gamma, eps)
+        return triton_kernels("norm").forward(x, gamma, eps)
     return norm_reference.forward(x, gamma, eps)
 
 
@@ -61,7 +49,7 @@ def norm_backward(
     x: Tensor, gamma: Tensor, eps: float, grads: Sequence[Tensor | None], rail: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if choose_norm(x, grads).backend == "triton":
-        return _kernels("norm").backward(x, gamma, eps, grads, rail)
+        return triton_kernels("norm").backward(x, gamma, eps, grads, rail)
     return norm_reference.backward(x, gamma, eps, grads, rail)
 
 
@@ -79,13 +67,13 @@ def choose_swiglu(h: Operand, fmt: Format | None = None, dtype: torch.dtype = to
 
 
 def swiglu_forward(h: Operand, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
-    kernels = _kernels("swiglu") if choose_swiglu(h, dtype=dtype).backend == "triton" else swiglu_reference
+    kernels = triton_kernels("swiglu") if choose_swiglu(h, dtype=dtype).backend == "triton" else swiglu_reference
     return kernels.forward(h, dtype, weight)
 
 
 def swiglu_backward(h: Operand, dout: Tensor, dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     covered = dout.dtype == dtype and choose_swiglu(h, dtype=dtype).backend == "triton"
-    return (_kernels("swiglu") if covered else swiglu_reference).backward(h, dout, dtype, weight)
+    return (triton_kernels("swiglu") if covered else swiglu_reference).backward(h, dout, dtype, weight)
 
 
 def swiglu_forward_cast(
@@ -113,12 +101,12 @@ def choose_rope(q: Tensor, fmt: Format | None = None) -> Choice:
 
 
 def rope_forward(q: Tensor, kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kernels = _kernels("rope") if choose_rope(q).backend == "triton" else rope_reference
+    kernels = triton_kernels("rope") if choose_rope(q).backend == "triton" else rope_reference
     return kernels.forward(q, kv, k_rope, cos, sin)
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kernels = _kernels("rope") if choose_rope(dq).backend == "triton" else rope_reference
+    kernels = triton_kernels("rope") if choose_rope(dq).backend == "triton" else rope_reference
     return kernels.backward(dq, dk, dv, cos, sin)
 
 
@@ -138,7 +126,7 @@ def _with_casts(choice: Choice, kernels: str, reference: ModuleType, name: str, 
         # differ in the last bit, and to be counted must not change a result.
         getattr(reference, name)(*arguments)
     with flush.uncounted():
-        return getattr(_kernels(kernels), name)(*arguments)
+        return getattr(triton_kernels(kernels), name)(*arguments)
 
 
 def explain(device: torch.device, dtype: torch.dtype, casts: Format | None) -> list[tuple[str, Choice]]:

@@ -5,13 +5,12 @@ Signatures are those of kernels/{router,exchange,residual}/reference.py, which d
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv3fp8.kernels.backend import Choice, against_triton
+from dsv3fp8.kernels.backend import Choice, against_triton, triton_kernels, triton_or_torch
 from dsv3fp8.kernels.exchange import reference as exchange_reference
 from dsv3fp8.kernels.exchange.reference import Layout
 from dsv3fp8.kernels.residual import reference as residual_reference
@@ -29,16 +28,7 @@ _SAID = {
 
 
 def _choice(device: torch.device, kernels: str, *asked: Any) -> Choice:
-    against = against_triton(device)
-    if against is None:
-        against = _triton(kernels).reason_against(*asked)
-    if against is None:
-        return Choice("triton", _SAID[kernels])
-    return Choice("reference", f"torch, fp32 arithmetic: {against}")
-
-
-def _triton(kernels: str) -> Any:
-    return import_module(f"dsv3fp8.kernels.{kernels}.triton")
+    return triton_or_torch(against_triton(device), kernels, _SAID[kernels], *asked)
 
 
 def choose_router(device: torch.device, experts: int, top_k: int, dtype: torch.dtype) -> Choice:
@@ -48,7 +38,7 @@ def choose_router(device: torch.device, experts: int, top_k: int, dtype: torch.d
 
 def _router(logits: Tensor, top_k: int) -> Any:
     choice = choose_router(logits.device, logits.shape[1], top_k, logits.dtype)
-    return _triton("router") if choice.backend == "triton" else router_reference
+    return triton_kernels("router") if choice.backend == "triton" else router_reference
 
 
 def route(logits: Tensor, bias: Tensor, rule: Rule, sequences: int, real: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
@@ -67,7 +57,7 @@ def choose_exchange(
 
 
 def _exchange(device: torch.device, *asked: Any) -> Any:
-    return _triton("exchange") if choose_exchange(device, *asked).backend == "triton" else exchange_reference
+    return triton_kernels("exchange") if choose_exchange(device, *asked).backend == "triton" else exchange_reference
 
 
 def lay_out(ids: Tensor, experts: int, real: Tensor | None, rows: int) -> Layout:
@@ -106,7 +96,7 @@ def choose_residual(*given: Tensor) -> Choice:
 
 
 def residual_sum(x: Tensor, *branches: Tensor) -> Tensor:
-    kernels = _triton("residual") if choose_residual(x, *branches).backend == "triton" else residual_reference
+    kernels = triton_kernels("residual") if choose_residual(x, *branches).backend == "triton" else residual_reference
     return kernels.forward(x, *branches)
 
 

@@ -6,39 +6,29 @@ ops/adamw.py: its backends want the scalars of an update in different places.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv3fp8.kernels.backend import Choice, against_triton
+from dsv3fp8.kernels.backend import Choice, against_triton, triton_kernels, triton_or_torch
 from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
 from dsv3fp8.kernels.embedding import reference as embedding_reference
 
 
 def choose(kernels: str, device: torch.device, dtype: torch.dtype) -> Choice:
     """The backend of "embedding", "cross_entropy" or "optimizer". dtype: of its output, its logits or its moments."""
-    against = against_triton(device)
-    if against is None:
-        against = _triton(kernels).reason_against(dtype)
-    if against is None:
-        return Choice("triton", "one kernel, fp32 arithmetic")
-    return Choice("reference", f"torch, fp32 arithmetic: {against}")
-
-
-def _triton(kernels: str) -> Any:
-    return import_module(f"dsv3fp8.kernels.{kernels}.triton")
+    return triton_or_torch(against_triton(device), kernels, "one kernel, fp32 arithmetic", dtype)
 
 
 def embedding_forward(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     taken = choose("embedding", weight.device, dtype).backend == "triton" and weight.dtype == torch.float32
-    return (_triton("embedding") if taken else embedding_reference).forward(ids, weight, dtype)
+    return (triton_kernels("embedding") if taken else embedding_reference).forward(ids, weight, dtype)
 
 
 def embedding_backward(ids: Tensor, dx: Tensor, vocabulary: int) -> Tensor:
     taken = choose("embedding", dx.device, dx.dtype).backend == "triton"
-    return (_triton("embedding") if taken else embedding_reference).backward(ids, dx, vocabulary)
+    return (triton_kernels("embedding") if taken else embedding_reference).backward(ids, dx, vocabulary)
 
 
 def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +41,7 @@ def cross_entropy_backward(logits: Tensor, lse: Tensor, targets: Tensor, dloss: 
 
 def _cross_entropy(logits: Tensor) -> Any:
     taken = choose("cross_entropy", logits.device, logits.dtype).backend == "triton"
-    return _triton("cross_entropy") if taken else cross_entropy_reference
+    return triton_kernels("cross_entropy") if taken else cross_entropy_reference
 
 
 def explain(device: torch.device, dtype: torch.dtype) -> list[tuple[str, Choice]]:

@@ -21,7 +21,7 @@ pytest.importorskip("triton", minversion="3.6")
 from test_triton import check
 from test_triton_compiles import compiled, resources
 
-from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels import backend, elementwise
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.norm import triton as norm
@@ -117,7 +117,8 @@ def test_a_fused_swiglu_is_counted_without_a_change_of_its_result(monkeypatch: p
     with flush.measure_flush() as want:
         swiglu_reference.forward_cast(*arguments)
     monkeypatch.setattr(elementwise, "choose_swiglu", lambda *_: Choice("triton", "pretended"))
-    monkeypatch.setattr(elementwise, "_kernels", lambda _: Kernels)
+    for room in (backend, elementwise):
+        monkeypatch.setattr(room, "triton_kernels", lambda _: Kernels)
     with flush.measure_flush() as meter:
         _, act = elementwise.swiglu_forward_cast(*arguments)
     assert set(act.codes.view(torch.uint8).unique().tolist()) == {9}

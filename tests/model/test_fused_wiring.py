@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import RECIPES, build, gradients, nano, recipe, windows
 
-from dsv3fp8.kernels import elementwise
+from dsv3fp8.kernels import backend, elementwise
 from dsv3fp8.kernels.backend import quantize_both
 from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.rope import reference as rope_reference
@@ -47,7 +47,8 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(reason_against=lambda *_: None, **functions)
 
     monkeypatch.setattr(elementwise, "against_triton", lambda _: None)
-    monkeypatch.setattr(elementwise, "_kernels", kernels)
+    for room in (backend, elementwise):  # who asks them, and who calls them
+        monkeypatch.setattr(room, "triton_kernels", kernels)
     return ran
 
 
