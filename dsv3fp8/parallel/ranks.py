@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -39,7 +39,7 @@ class Ranks:
 
     index: 0 .. count - 1. local: among those of this host. Every method but `first` is called by all ranks, in one order.
     expert: ranks in a row that the experts are dealt out to, None as their group where each rank has all of them.
-    replicas: the ranks that hold the same experts as this one.
+    replicas: the ranks that hold the same experts as this one. expert_mesh: [replicas, expert], of all ranks.
     """
 
     index: int = 0
@@ -48,6 +48,7 @@ class Ranks:
     expert: int = 1
     expert_group: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def first(self) -> bool:
@@ -129,7 +130,8 @@ def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
     ranks = Ranks(index, count, local_rank())
     if expert > 1:
         mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
-        ranks = replace(ranks, expert=expert, expert_group=mesh.get_group("expert"), replicas=mesh.get_group("replica"))
+        expert_group, replicas = mesh.get_group("expert"), mesh.get_group("replica")
+        ranks = replace(ranks, expert=expert, expert_group=expert_group, replicas=replicas, expert_mesh=mesh)
     yield ranks
     # Not after an error: the others may wait for this rank in another place.
     ranks.wait()

@@ -1,0 +1,40 @@
+"""Where the parts of a tensor lie: what a checkpoint has to know to write every element once and to cut it anew.
+
+A tensor that is in parts is a DTensor: of the whole tensor's shape, over the mesh of the ranks that hold parts or copies. A
+plain tensor is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dsv3fp8.parallel.experts import expert_names
+from dsv3fp8.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dsv3fp8.model.transformer import Transformer
+
+
+def place(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Tensors by parameter name (weights, moments, gradients) as what they are parts of; nothing is copied or sent.
+
+    Stacks of experts [E / P, …] that are dealt out become DTensors [E, …] over ranks.expert_mesh: replicas hold the same,
+    and the ranks of a group follow each other along the experts. Tensors that are DTensors already stay as they are.
+    """
+    if ranks.expert_mesh is None:
+        return dict(tensors)
+    placed = dict(tensors)
+    for name in expert_names(model):
+        if name in tensors and not isinstance(tensors[name], DTensor):
+            local = tensors[name].detach()
+            placed[name] = DTensor.from_local(local, ranks.expert_mesh, (Replicate(), Shard(0)), run_check=False)
+    return placed
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: memory that is shared with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
