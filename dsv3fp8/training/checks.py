@@ -8,12 +8,11 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels import te
-from dsv3fp8.kernels.backend import reads_counts
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.parallel.experts import reason_against
 from dsv3fp8.parallel.ranks import local_rank, rank_count
 from dsv3fp8.training.config import DEVICES, raise_problems
+from dsv3fp8.training.graph import reasons_to_launch
 
 # A vocabulary taken from the tokenizer is rounded up to a multiple of this, for the sake of the GEMM of the head.
 VOCABULARY_MULTIPLE = 64
@@ -37,20 +36,8 @@ def validate_run(config: RunConfig) -> None:
     if config.recipe.linears == "te" and not problems:
         against = te.reason_against(select_device(training.device))
         problems += [] if against is None else [f"recipe.linears=te: {against}"]
-    if training.cuda_graph and not problems and select_device(training.device).type != "cuda":
-        problems.append("training.cuda_graph=true needs a CUDA GPU: set it to false")
-    elif training.cuda_graph and not problems and model.dense_layers < model.layers:
-        against = reads_counts(config.recipe, select_device(training.device), linear_shapes(model))
-        if against is not None:
-            problems.append(
-                f"training.cuda_graph=true cannot record a step that reads counts back ({against}): set it to false"
-            )
-    if training.cuda_graph and rank_count() > 1:
-        problems.append(f"training.cuda_graph=true records the steps of one process, not of {rank_count()}: set it to false")
-    if training.cuda_graph and config.data.isolate_documents:
-        problems.append(
-            "training.cuda_graph=true cannot record steps that keep documents apart (data.isolate_documents): set it to false"
-        )
+    if training.cuda_graph and not problems and (reasons := reasons_to_launch(config, select_device(training.device))):
+        problems.append(f"training.cuda_graph=true: {'; '.join(reasons)}: set it to false, or to null for where it can be")
     raise_problems(problems)
 
 

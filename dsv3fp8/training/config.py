@@ -51,9 +51,10 @@ class TrainingConfig:
     max_skipped: int = 10
     # Steps recorded by torch.profiler into RUN_DIR/profile, from the third step of the session on; 0: none.
     profile: int = 0
-    # Record the step as a CUDA graph and replay it: for models whose kernels take longer to launch than to run. It keeps the
-    # memory of a step beside what steps outside of it take (those that count flushed values, the first two). Changes no bit.
-    cuda_graph: bool = False
+    # Whether steps are recorded as a CUDA graph and replayed, which changes no bit: for models whose kernels take longer to
+    # launch than to run. null: where they can be, and where the memory that the graph keeps beside that of a step outside of
+    # it (one that counts flushed values, say) is there; true: an error where they cannot be; false: never.
+    cuda_graph: bool | None = None
     # Ask torch for deterministic algorithms alone (an error where an op has none). CPU runs repeat bits without it.
     deterministic: bool = False
 

@@ -14,6 +14,7 @@ from typing import Any
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import validation_batches
 from dsv3fp8.errors import UserError
+from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.parallel.ranks import join
 from dsv3fp8.precision.flush import FlushMeter, flushed_share, measure_flush
 from dsv3fp8.training.checkpoint import save_checkpoint
@@ -22,7 +23,7 @@ from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.metrics import expert_balance
 from dsv3fp8.training.profiler import StepProfiler
 from dsv3fp8.training.records import Records
-from dsv3fp8.training.reporting import record_start, summary
+from dsv3fp8.training.reporting import record_manifest, record_start, summary
 from dsv3fp8.training.run_directory import RunDirectory, device_name
 from dsv3fp8.training.schedule import learning_rate
 from dsv3fp8.training.setup import Run, finished_line, prepare
@@ -68,7 +69,11 @@ class Loop:
         profiled = self.training.profile if run.ranks.first else 0
         self.profiler = StepProfiler(profiled, run.directory.profile, self.state.step + 1)
         stack.callback(self.profiler.close)
-        self.graph = StepGraph(run.model, run.optimizer, self.training.clip) if self.training.cuda_graph else None
+        self.graph: StepGraph | None = None
+        if run.steps.backend == "graph":
+            launched = None if self.training.cuda_graph else self._say_launched
+            self.graph = StepGraph(run.model, run.optimizer, self.training.clip, launched)
+            stack.callback(self.graph.close)
         flops = run.model.flops_per_token(self.training.context)
         self.speed = Speedometer(flops / run.ranks.count, device_name(run.device))
         self._saved_step = self.state.step
@@ -160,6 +165,14 @@ class Loop:
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped "
             f"({state.skipped_in_a_row} in a row, {state.skipped} in all)"
         )
+
+    def _say_launched(self, why: str) -> None:
+        """No step is recorded although the run has said so."""
+        run, step = self.run, self.state.step + 1
+        run.steps = Choice("launched", f"steps, kernel by kernel, since no CUDA graph could be recorded: {why}")
+        if run.ranks.first:
+            record_manifest(run)
+        self.records.say(f"step {step}: {run.steps}")
 
     def _give_up_if_stuck(self) -> None:
         if self.state.skipped_in_a_row >= self.training.max_skipped:

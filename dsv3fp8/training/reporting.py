@@ -1,5 +1,6 @@
 """What a run says about itself: the files and lines it opens with, those who follow its curve, and its last lines."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,6 @@ def record_start(run: Run) -> None:
     """Write what the run is made of into its directory, and print the header."""
     directory, config, corpus = run.directory, run.config, run.corpus
     bigram = corpus.bigram()
-    manifest = run.model.manifest(config.data.isolate_documents)
     if directory.config.exists() and run.forked:
         directory.config.replace(directory.path / f"config-until-step-{run.state.step:08d}.yaml")
     directory.write_text(directory.config.name, dump_yaml(config.to_dict()))
@@ -86,7 +86,7 @@ def record_start(run: Run) -> None:
         "corpus.json",
         {**corpus.describe(), "bigram": {"loss": bigram.loss, "bits_per_byte": bigram.bits_per_byte}},
     )
-    directory.write_json("precision.json", manifest)
+    manifest = record_manifest(run)
     directory.record_environment(run.device)
     corpus.tokenizer.save(directory.tokenizer)
 
@@ -105,6 +105,14 @@ def record_start(run: Run) -> None:
         *run.notes,
     ]
     print("\n".join(lines), flush=True)
+
+
+def record_manifest(run: Run) -> dict[str, Any]:
+    """Write the precision manifest, how steps are taken among its backends, into the run's directory; the manifest."""
+    manifest = run.model.manifest(run.config.data.isolate_documents)
+    manifest["backends"].append({"op": "step", **dataclasses.asdict(run.steps)})
+    run.directory.write_json("precision.json", manifest)
+    return manifest
 
 
 def summary(run: Run, record: dict[str, Any]) -> str:

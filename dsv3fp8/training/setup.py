@@ -13,11 +13,13 @@ import torch
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
 from dsv3fp8.errors import UserError
+from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.parallel.experts import deal_out
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
 from dsv3fp8.training.checks import fit_vocabulary
+from dsv3fp8.training.graph import choose_steps
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
@@ -43,6 +45,8 @@ class Run:
     forked: bool
     # Lines that tell what was taken over from a checkpoint.
     notes: list[str]
+    # How steps are taken, as the manifest tells it.
+    steps: Choice
 
 
 def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ranks: Ranks) -> Run | None:
@@ -107,7 +111,8 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
             notes.append(f"forked with other settings: {', '.join(changed)}")
         if random_states:
             restore_random_states(random_states)
-    return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes)
+    steps = choose_steps(config, device)
+    return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes, steps)
 
 
 def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> tuple[Transformer, AdamW]:

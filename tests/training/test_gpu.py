@@ -1,5 +1,6 @@
 """The same runs on a GPU, where there is one."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from dsv3fp8.data import Batch
 from dsv3fp8.errors import UserError
 from dsv3fp8.ops import grouped
+from dsv3fp8.training import graph as graph_module
 from dsv3fp8.training.checks import validate_run
 from dsv3fp8.training.generate import main
-from dsv3fp8.training.graph import StepGraph
-from dsv3fp8.training.loop import train
+from dsv3fp8.training.graph import StepGraph, choose_steps
+from dsv3fp8.training.loop import Loop, train
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.setup import build
@@ -31,18 +33,16 @@ def test_a_run_resumes_on_the_gpu_and_follows_the_uninterrupted_one(
     whole, cut = nano(*words, run="whole"), nano(*words, run="cut")
     assert train(whole) == 0
 
-    def dying(*arguments: Any) -> Any:
+    def dying(self: Loop) -> Any:
         if next(calls) == 7:
             raise ZeroDivisionError
-        return real(*arguments)
+        return real(self)
 
-    from dsv3fp8.training import loop
-
-    calls, real = iter(range(100)), loop.train_step
-    monkeypatch.setattr(loop, "train_step", dying)
+    calls, real = iter(range(100)), Loop._step
+    monkeypatch.setattr(Loop, "_step", dying)
     with pytest.raises(ZeroDivisionError):
         train(cut)
-    monkeypatch.setattr(loop, "train_step", real)
+    monkeypatch.setattr(Loop, "_step", real)
     assert train(cut) == 0
     records, expected = (read_metrics(Path(config.run_dir) / "metrics.jsonl") for config in (cut, whole))
     assert [record["step"] for record in records] == list(range(1, 11))
@@ -156,19 +156,58 @@ def test_replayed_steps_equal_launched_ones(nano: Any, recipe: str, words: tuple
 
 
 def test_a_recipe_whose_experts_are_looped_over_is_not_recorded(nano: Any) -> None:
-    with pytest.raises(UserError, match=r"^training.cuda_graph=true .* \(expert_gate_up.fprop takes a GEMM per expert: "):
-        validate_run(nano("recipe=delayed", "training.device=cuda", "training.cuda_graph=true", *WIDTHS))
+    words = ("recipe=delayed", "training.device=cuda", *WIDTHS)
+    with pytest.raises(UserError, match=r"^training.cuda_graph=true: .*: expert_gate_up.fprop takes a GEMM per expert: "):
+        validate_run(nano(*words, "training.cuda_graph=true"))
+    assert choose_steps(nano(*words), torch.device("cuda")).backend == "launched"
 
 
 def test_a_run_with_a_graph_is_the_run_without_it(nano: Any, curve: Any) -> None:
-    """Validation, counting of flushed values and checkpoints in between."""
+    """Validation, counting of flushed values and checkpoints in between. null takes a graph here."""
     configs = [
         nano("recipe=dsv3", "training.device=cuda", "training.steps=12", f"training.cuda_graph={on}", *WIDTHS[1:-1], run=on)
-        for on in ("false", "true")
+        for on in ("false", "true", "null")
     ]
     for config in configs:
         assert train(config) == 0
-    assert curve(configs[0].run_dir) == curve(configs[1].run_dir)
+    taken = [json.loads((Path(config.run_dir) / "precision.json").read_text())["backends"][-1] for config in configs]
+    assert [row["backend"] for row in taken] == ["launched", "graph", "graph"]
+    assert curve(configs[0].run_dir) == curve(configs[1].run_dir) == curve(configs[2].run_dir)
+
+
+@pytest.mark.parametrize("failing", ["memory", "waiting", "room"])
+def test_steps_that_cannot_be_recorded_are_launched_with_the_same_bits(
+    nano: Any, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ends in the middle of a recording, a step waits for the GPU, or nothing is left beside the graph."""
+    runs, said = [], []
+    if failing == "room":
+        monkeypatch.setattr(graph_module, "ROOM", 1e9)
+    for fails in (False, True):
+        model, optimizer = build(nano("recipe=dsv3", *WIDTHS), torch.device("cuda"))
+        graph = StepGraph(model, optimizer, 1.0, said.append if fails else None)
+        real = model.layers[1].forward
+
+        def forward(*given: Any, real: Any = real, model: Any = model) -> Any:
+            if failing == "memory" and torch.cuda.is_current_stream_capturing():
+                raise torch.OutOfMemoryError("CUDA out of memory, as planned")
+            if failing == "waiting":
+                assert model.embedding.detach()[0, 0].item() == model.embedding.detach()[0, 0].item()
+            return real(*given)
+
+        if fails:
+            model.layers[1].forward = forward
+        losses = []
+        for seed in range(5):
+            given = (batches(seed), 1e-3)
+            result = graph.step(*given) if fails else train_step(model, optimizer, *given, 1.0)
+            losses.append(result.loss)
+        assert graph._graph is None
+        runs.append((losses, state(model, optimizer)))
+    (line,) = said
+    assert {"memory": "as planned", "waiting": "it waits for the GPU", "room": "GB are left"}[failing] in line
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
 
 
 def test_experts_add_to_the_gradient_so_far_and_change_no_bit(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Which steps a CUDA graph may take: played without one. That replays equal launched steps is tested on a GPU."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,14 @@ import torch
 from torch.autograd.profiler import profile
 
 from dsv3fp8.data import Batch
+from dsv3fp8.errors import UserError
+from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.precision.flush import measure_flush
 from dsv3fp8.precision.ledger import observe_ops
-from dsv3fp8.training import graph
-from dsv3fp8.training.graph import StepGraph
+from dsv3fp8.precision.tiles import QuantizedTensor
+from dsv3fp8.training import graph, setup
+from dsv3fp8.training.graph import StepGraph, choose_steps, reasons_to_launch
+from dsv3fp8.training.loop import train
 from dsv3fp8.training.setup import build
 
 
@@ -21,14 +27,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     happened: list[str] = []
     found = torch.zeros(5, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.int64)
 
-    def record(self: StepGraph, *_: Any) -> None:
+    def capture(self: StepGraph, *_: Any) -> None:
         happened.append("recorded")
         self._graph = object()  # type: ignore[assignment]
 
     def named(name: str) -> Any:
         return lambda *_: happened.append(name) or found
 
-    monkeypatch.setattr(StepGraph, "_record", record)
+    monkeypatch.setattr(StepGraph, "_capture", capture)
     monkeypatch.setattr(StepGraph, "_replay", named("replayed"))
     monkeypatch.setattr(graph, "take_step", named("launched"))
     return happened
@@ -63,3 +69,101 @@ def test_documents_are_kept_apart_by_launched_steps(nano: Any, taken: list[str])
     for _ in range(4):
         steps.step([batch(documents=True)], lr=1e-3)
     assert taken == ["launched"] * 4
+
+
+def without_graph(monkeypatch: pytest.MonkeyPatch, why: str, happened: list[str]) -> None:
+    """Recordings end without a graph."""
+    monkeypatch.setattr(StepGraph, "_capture", lambda *_: happened.append("tried") or why)
+
+
+def test_where_nothing_can_be_recorded_steps_are_launched_and_it_is_said_once(
+    nano: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_graph(monkeypatch, "out of memory", taken)
+    model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
+    said: list[str] = []
+    steps = StepGraph(model, optimizer, 1.0, said.append)
+    for _ in range(5):
+        steps.step([batch()], lr=1e-3)
+    assert taken == ["launched", "launched", "tried", "launched", "launched", "launched"]
+    assert said == ["out of memory"]
+
+
+def test_what_a_recording_has_left_behind_is_gone(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and weight codes that no kernel has filled: the steps after it are those of a run without it."""
+    runs = []
+    for tried in (False, True):
+        model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
+        steps = StepGraph(model, optimizer, 1.0, lambda _: None)
+
+        def capture(self: StepGraph, windows: Any, totals: Any, model: Any = model) -> str:
+            model.objective(model(*windows[0]), totals).backward()
+            for parameter in model.parameters():
+                parameter.grad.fill_(float("nan"))
+            for cached in (codes._cached for codes in model._codes if codes._cached is not None):
+                made = cached.fprop.scale if isinstance(cached.fprop, QuantizedTensor) else cached.fprop
+                made.fill_(float("nan"))
+            return "no memory"
+
+        monkeypatch.setattr(StepGraph, "_capture", capture)
+        monkeypatch.setattr(graph, "WARM_UP", 1 if tried else 9)
+        losses = [steps.step([batch()], lr=1e-3).loss for _ in range(3)]
+        runs.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_asked_for_and_not_to_be_had_is_an_error(nano: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_graph(monkeypatch, "out of memory", taken)
+    model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
+    steps = StepGraph(model, optimizer, 1.0)
+    for _ in range(2):
+        steps.step([batch()], lr=1e-3)
+    with pytest.raises(UserError, match=r"^training.cuda_graph=true: the step .* \(out of memory\); set it to false$"):
+        steps.step([batch()], lr=1e-3)
+
+
+def test_a_step_that_waits_for_the_gpu_is_not_recorded(nano: Any, taken: list[str]) -> None:
+    model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
+    said: list[str] = []
+    steps = StepGraph(model, optimizer, 1.0, said.append)
+    for number in range(4):
+        steps._waits = "it waits" if number == 2 else steps._waits
+        steps.step([batch()], lr=1e-3)
+    assert taken == ["launched"] * 4
+    assert said == ["it waits"]
+
+
+@pytest.mark.parametrize(("graph_bytes", "free", "fits"), [(10, 11, True), (100, 109, False), (0, 0, True)])
+def test_a_graph_leaves_room_for_a_step_outside_of_it(graph_bytes: int, free: int, fits: bool) -> None:
+    assert (graph._lack_of_room(graph_bytes, free) is None) == fits
+
+
+def test_null_takes_a_graph_where_it_can_and_says_what_it_takes(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(graph.outer, "choose", lambda *_: Choice("triton", "one kernel"))
+    monkeypatch.setattr(graph, "reads_counts", lambda *_: None)
+    assert str(choose_steps(nano(), gpu)).startswith("graph: steps, recorded as a CUDA graph after 2")
+    assert str(choose_steps(nano("training.cuda_graph=true"), gpu)).startswith("graph: ")
+    assert str(choose_steps(nano("training.cuda_graph=false"), gpu)).endswith("training.cuda_graph=false")
+    assert str(choose_steps(nano(), torch.device("cpu"))).endswith("on a CUDA GPU alone, not on cpu")
+    isolated = choose_steps(nano("data.isolate_documents=true"), gpu)
+    assert (isolated.backend, "data.isolate_documents=true" in isolated.reason) == ("launched", True)
+    monkeypatch.setattr(graph, "reads_counts", lambda *_: "a GEMM per expert")
+    monkeypatch.setattr(graph.outer, "choose", lambda *_: Choice("torch", "sm_80"))
+    assert [reason[-14:].strip() for reason in reasons_to_launch(nano(), gpu)] == ["counts (sm_80)", "EMM per expert"]
+    assert len(reasons_to_launch(nano("model.dense_layers=2", "model.mtp_depth=0"), gpu)) == 1
+
+
+def test_a_run_tells_how_it_takes_its_steps(nano: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """In its first lines and in precision.json, and again where it could not do as it had said."""
+    monkeypatch.setattr(setup, "choose_steps", lambda *_: Choice("graph", "recorded"))
+    without_graph(monkeypatch, "out of memory", taken)
+    config = nano("training.steps=5", "training.log_every=5", "model.layers=1")
+    train(config)
+    output = capsys.readouterr().out
+    assert "  backend graph: recorded\n" in output
+    line = "step 4: launched: steps, kernel by kernel, since no CUDA graph could be recorded: out of memory"
+    assert output.count(line) == 1
+    rows = json.loads((Path(config.run_dir) / "precision.json").read_text())["backends"]
+    assert [(row["backend"], row["reason"][-13:]) for row in rows if row["op"] == "step"] == [("launched", "out of memory")]

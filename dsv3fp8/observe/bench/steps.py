@@ -11,15 +11,13 @@ import torch
 
 from dsv3fp8.config import RunConfig, load_config
 from dsv3fp8.data import Corpus, TrainBatches, open_corpus
-from dsv3fp8.kernels.backend import reads_counts
-from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.observe.bench.breakdown import breakdown
 from dsv3fp8.observe.bench.operands import Setting
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.observe.bench.sizes import StepSize
 from dsv3fp8.observe.bench.timing import one_line
-from dsv3fp8.training.graph import WARM_UP, StepGraph
+from dsv3fp8.training.graph import WARM_UP, StepGraph, reasons_to_launch
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.step import train_step
 
@@ -44,10 +42,9 @@ class Trainer:
         model.train()
         self.config, self.model = config, model
         self.optimizer = AdamW(model.parameter_groups(), config.optimizer)
-        # As training.cuda_graph=true takes steps; what cannot be recorded is launched.
-        against = "a CPU" if device.type != "cuda" else reads_counts(config.recipe, device, linear_shapes(config.model))
-        self.against_graph = against
-        self.graph = StepGraph(model, self.optimizer, config.training.clip) if against is None else None
+        # What cannot be recorded is launched, and nothing else.
+        self.against_graph = "; ".join(reasons_to_launch(config, device))
+        self.graph = None if self.against_graph else StepGraph(model, self.optimizer, config.training.clip)
         training = config.training
         self.batches = TrainBatches(corpus.train, training.batch, training.context, training.seed, config.data.workers)
 
