@@ -30,17 +30,22 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `browser` are left out where there is none; the summary counts them as deselected."""
-    absent = []
+    """Tests marked `gpu` or `browser` are left out where there is none, or fewer than asked for; the summary counts them."""
+    there = {"gpu": 0, "browser": sum(bool(shutil.which(name)) for name in BROWSERS)}
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
-        absent += [] if torch.cuda.is_available() else ["gpu"]
-    absent += [] if any(map(shutil.which, BROWSERS)) else ["browser"]
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+        there["gpu"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    left_out = [item for item in items if any(_asked_for(item, name) > count for name, count in there.items())]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _asked_for(item: pytest.Item, name: str) -> int:
+    """How many of them a test needs: `gpu` is one, `gpu(2)` two."""
+    marker = item.get_closest_marker(name)
+    return 0 if marker is None else max([1, *marker.args])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Functions on several gloo ranks of this machine, in processes that are gone when the test is over."""
+"""Functions on several ranks of this machine, in processes that are gone when the test is over."""
 
 import multiprocessing
 import os
@@ -16,12 +16,19 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["dsv3fp8.training.loop"])  # torch is loaded once
 
 
-def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, expert: int = 1, timeout: float = 120) -> list[Any]:
-    """What function(ranks, *arguments) returns on each of so many ranks, rank by rank. AssertionError if one fails or hangs."""
+def on_ranks(
+    count: int, function: Callable[..., Any], *arguments: Any, expert: int = 1, device: str = "cpu", timeout: float = 120
+) -> list[Any]:
+    """What function(ranks, *arguments) returns on each of so many ranks, rank by rank. AssertionError if one fails or hangs.
+
+    device: "cuda" gives each rank a GPU and NCCL.
+    """
     port, pipes, processes = _free_port(), [], []
     for index in range(count):
         ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_run, args=(theirs, index, count, port, expert, function, arguments), daemon=True)
+        process = CONTEXT.Process(
+            target=_run, args=(theirs, index, count, port, expert, device, function, arguments), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -52,15 +59,16 @@ def _results(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _run(
-    pipe: Connection, index: int, count: int, port: int, expert: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+    pipe: Connection, index: int, count: int, port: int, expert: int, device: str, function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
     os.environ |= {
         "RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
     try:
-        with join(torch.device("cpu"), expert) as ranks:
+        with join(torch.device(device, index) if device == "cuda" else torch.device(device), expert) as ranks:
             pipe.send((True, _portable(function(ranks, *arguments))))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -18,7 +18,7 @@ from dsv3fp8.kernels import outer
 from dsv3fp8.kernels.backend import Choice, reads_counts
 from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.model.targets import Totals
-from dsv3fp8.parallel.ranks import rank_count
+from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.precision import flush, ledger
 from dsv3fp8.training.optimizer import MOMENT_DTYPES, AdamW
 from dsv3fp8.training.step import StepResult, Window, count_step, moved, take_step
@@ -41,8 +41,10 @@ def reasons_to_launch(config: RunConfig, device: torch.device) -> list[str]:
     reasons = []
     if config.data.isolate_documents:
         reasons.append("data.isolate_documents=true keeps documents apart, which lie differently in every step")
-    if rank_count() > 1:
-        reasons.append(f"the steps of one process are recorded, not of {rank_count()}")
+    if config.parallel.expert > 1:
+        reasons.append(f"parallel.expert={config.parallel.expert} reads how many rows go to which process")
+    if config.parallel.dp_shard > 1:
+        reasons.append(f"parallel.dp_shard={config.parallel.dp_shard} gathers weights in hooks, which are not recorded")
     update = outer.choose("optimizer", device, MOMENT_DTYPES[moments])
     if update.backend != "triton":
         reasons.append(f"the update in torch reads back whether a step counts ({update.reason})")
@@ -65,18 +67,26 @@ class StepGraph:
     """Takes optimizer steps with the results of `train_step`, bit for bit, from a graph where it can.
 
     Steps of another shape, with documents to keep apart, or looked at by a flush meter, a ledger or a profiler are taken
-    as `train_step` takes them.
+    as `train_step` takes them. All ranks do the same: what one of them has to launch is launched by all, since NCCL knows no
+    sum that one rank replays and another launches.
     """
 
     def __init__(
-        self, model: "Transformer", optimizer: AdamW, clip_norm: float, launched: Callable[[str], None] | None = None
+        self,
+        model: "Transformer",
+        optimizer: AdamW,
+        clip_norm: float,
+        ranks: Ranks = ALONE,
+        launched: Callable[[str], None] | None = None,
     ) -> None:
         """launched: told in one line why all steps are launched after all; without it that is an error, and so is no room."""
-        self._model, self._optimizer, self._clip_norm, self._launched = model, optimizer, clip_norm, launched
+        self._model, self._optimizer, self._clip_norm = model, optimizer, clip_norm
+        self._ranks, self._launched = ranks, launched
         self._device = next(iter(optimizer.parameters.values())).device
         self._shapes: list[torch.Size] = []
         self._taken = 0  # steps of these shapes
-        self._given_up = False
+        self._given_up = False  # on all ranks
+        self._last = False  # whether the step at hand is the last before the recording
         self._waits: str | None = None  # what a step was seen to wait for
         self._graph: torch.cuda.CUDAGraph | None = None
         self._windows: list[Window] = []
@@ -86,7 +96,7 @@ class StepGraph:
 
     def step(self, micro_batches: Sequence["Batch"], lr: float) -> StepResult:
         """As `train_step`."""
-        totals, tokens = count_step(micro_batches, self._model.config.mtp_depth)
+        totals, tokens = count_step(micro_batches, self._model.config.mtp_depth, self._ranks)
         windows = [moved(batch, self._device) for batch in micro_batches]
         if self._is_ready(micro_batches) and (self._graph is not None or self._record(windows, totals)):
             figures, load = self._replay(windows, lr)
@@ -95,23 +105,31 @@ class StepGraph:
         return StepResult(figures, totals, tokens, load)
 
     def close(self) -> None:
-        """Let go of the graph and its memory."""
+        """Let go of the graph and its memory. Before ranks part: NCCL waits for the graphs that hold its work."""
         self._graph = None
 
     def _is_ready(self, micro_batches: Sequence["Batch"]) -> bool:
-        """Whether the graph may take this step. Counts the steps that go before its recording."""
+        """Whether the graph may take this step, on all ranks. Counts the steps that go before its recording."""
+        if self._given_up:
+            return False
+        return not self._ranks.largest(not self._counts(micro_batches))
+
+    def _counts(self, micro_batches: Sequence["Batch"]) -> bool:
+        """`_is_ready` as far as this rank is concerned."""
         watched = flush.active_meter() is not None or ledger.active() is not None or torch._C._autograd._profiler_enabled()
-        if self._given_up or watched or any(batch.documents is not None for batch in micro_batches):
+        self._last = False
+        if watched or any(batch.documents is not None for batch in micro_batches):
             return False
         shapes = [batch.tokens.shape for batch in micro_batches]
         if self._graph is None and shapes != self._shapes:
             self._shapes, self._taken = shapes, 0
         self._taken += 1
+        self._last = self._graph is None and self._taken == WARM_UP
         return shapes == self._shapes and self._taken > WARM_UP
 
     def _launch(self, windows: list[Window], totals: Totals, lr: float) -> tuple[Tensor, Tensor]:
-        given = self._model, self._optimizer, windows, totals, lr, self._clip_norm
-        if self._device.type != "cuda" or self._graph is not None or self._given_up or self._taken != WARM_UP:
+        given = self._model, self._optimizer, windows, totals, lr, self._clip_norm, self._ranks
+        if not self._last or self._device.type != "cuda":
             return take_step(*given)
         # The last one before the recording, whose end in an error would leave no state to go on from.
         with _watching() as waits:
@@ -120,11 +138,14 @@ class StepGraph:
         return taken
 
     def _record(self, windows: list[Window], totals: Totals) -> bool:
-        """Whether the step is recorded now; it is not taken yet, neither way."""
-        problem = self._waits or self._capture(windows, totals)
-        if problem is None:
-            return True
+        """Whether the step is recorded now, on all ranks; it is not taken yet, neither way."""
+        problem = self._waits
+        if not self._ranks.largest(problem is not None):  # recorded by all, or by none
+            problem = self._capture(windows, totals)
+            if not self._ranks.largest(problem is not None):
+                return True
         self._drop()
+        problem = problem or "another process could not"
         if self._launched is None:
             raise UserError(f"training.cuda_graph=true: the step cannot be recorded ({problem}); set it to false")
         self._given_up = True
@@ -132,17 +153,20 @@ class StepGraph:
         return False
 
     def _capture(self, windows: list[Window], totals: Totals) -> str | None:
-        """Records; nothing of the step runs. Why there is no graph, where one can go on without it; UserError elsewhere."""
+        """Records; nothing of the step runs. Why there is no graph, where one can go on without it; UserError elsewhere.
+
+        NCCL's work is recorded like any other, without a word between the ranks. Its watchdog is a thread of its own that may
+        look at earlier work meanwhile, so that only what this thread does can spoil the recording.
+        """
         self._windows = [(tokens.clone(), None) for tokens, _ in windows]
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph, problem = torch.cuda.CUDAGraph(), None
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="global" if self._ranks.count == 1 else "thread_local"):
                 try:
-                    self._found = take_step(
-                        self._model, self._optimizer, self._windows, totals, self._lr, self._clip_norm
-                    )  # fmt: skip
+                    given = self._model, self._optimizer, self._windows, totals, self._lr, self._clip_norm, self._ranks
+                    self._found = take_step(*given)
                 except torch.OutOfMemoryError as error:  # which the recording survives: it ends as it should
                     problem = _first_line(error)
         except RuntimeError as error:

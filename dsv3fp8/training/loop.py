@@ -72,7 +72,7 @@ class Loop:
         self.graph: StepGraph | None = None
         if run.steps.backend == "graph":
             launched = None if self.training.cuda_graph else self._say_launched
-            self.graph = StepGraph(run.model, run.optimizer, self.training.clip, launched)
+            self.graph = StepGraph(run.model, run.optimizer, self.training.clip, run.ranks, launched)
             stack.callback(self.graph.close)
         flops = run.model.flops_per_token(self.training.context)
         self.speed = Speedometer(flops / run.ranks.count, device_name(run.device))

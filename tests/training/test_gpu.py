@@ -185,7 +185,7 @@ def test_steps_that_cannot_be_recorded_are_launched_with_the_same_bits(
         monkeypatch.setattr(graph_module, "ROOM", 1e9)
     for fails in (False, True):
         model, optimizer = build(nano("recipe=dsv3", *WIDTHS), torch.device("cuda"))
-        graph = StepGraph(model, optimizer, 1.0, said.append if fails else None)
+        graph = StepGraph(model, optimizer, 1.0, launched=said.append if fails else None)
         real = model.layers[1].forward
 
         def forward(*given: Any, real: Any = real, model: Any = model) -> Any:

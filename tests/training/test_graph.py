@@ -82,7 +82,7 @@ def test_where_nothing_can_be_recorded_steps_are_launched_and_it_is_said_once(
     without_graph(monkeypatch, "out of memory", taken)
     model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
     said: list[str] = []
-    steps = StepGraph(model, optimizer, 1.0, said.append)
+    steps = StepGraph(model, optimizer, 1.0, launched=said.append)
     for _ in range(5):
         steps.step([batch()], lr=1e-3)
     assert taken == ["launched", "launched", "tried", "launched", "launched", "launched"]
@@ -94,7 +94,7 @@ def test_what_a_recording_has_left_behind_is_gone(nano: Any, monkeypatch: pytest
     runs = []
     for tried in (False, True):
         model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
-        steps = StepGraph(model, optimizer, 1.0, lambda _: None)
+        steps = StepGraph(model, optimizer, 1.0, launched=lambda _: None)
 
         def capture(self: StepGraph, windows: Any, totals: Any, model: Any = model) -> str:
             model.objective(model(*windows[0]), totals).backward()
@@ -126,7 +126,7 @@ def test_asked_for_and_not_to_be_had_is_an_error(nano: Any, taken: list[str], mo
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(nano: Any, taken: list[str]) -> None:
     model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
     said: list[str] = []
-    steps = StepGraph(model, optimizer, 1.0, said.append)
+    steps = StepGraph(model, optimizer, 1.0, launched=said.append)
     for number in range(4):
         steps._waits = "it waits" if number == 2 else steps._waits
         steps.step([batch()], lr=1e-3)
@@ -149,6 +149,9 @@ def test_null_takes_a_graph_where_it_can_and_says_what_it_takes(nano: Any, monke
     assert str(choose_steps(nano(), torch.device("cpu"))).endswith("on a CUDA GPU alone, not on cpu")
     isolated = choose_steps(nano("data.isolate_documents=true"), gpu)
     assert (isolated.backend, "data.isolate_documents=true" in isolated.reason) == ("launched", True)
+    (dealt_out,) = reasons_to_launch(nano("parallel.dp_replicate=2", "parallel.expert=2"), gpu)
+    assert dealt_out.startswith("parallel.expert=2 reads")
+    assert not reasons_to_launch(nano("parallel.dp_replicate=2"), gpu)
     monkeypatch.setattr(graph, "reads_counts", lambda *_: "a GEMM per expert")
     monkeypatch.setattr(graph.outer, "choose", lambda *_: Choice("torch", "sm_80"))
     assert [reason[-14:].strip() for reason in reasons_to_launch(nano(), gpu)] == ["counts (sm_80)", "EMM per expert"]
