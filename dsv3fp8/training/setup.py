@@ -5,6 +5,7 @@ Whatever a user can have got wrong is found here, so that a run that starts is a
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +116,19 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes, steps)
 
 
-def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> tuple[Transformer, AdamW]:
-    """The model with its initial weights, this rank's experts alone, and its optimizer."""
+def build(
+    config: RunConfig, device: torch.device, ranks: Ranks = ALONE, draw: Callable[[Transformer], None] | None = None
+) -> tuple[Transformer, AdamW]:
+    """The model with its initial weights, this rank's experts alone, and its optimizer.
+
+    draw: gives other weights than `initialize`.
+    """
     with device:
         model = Transformer(config.model, config.recipe)
-    model.initialize(config.training.seed)
+    if draw is None:
+        model.initialize(config.training.seed)
+    else:
+        draw(model)
     deal_out(model, ranks)
     return model, AdamW(model.parameter_groups(), config.optimizer)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -48,15 +50,28 @@ def breakdown(call: Call, device: torch.device, ms: float | None) -> dict[str, A
     ms: of the call without the profiler; the busy share is of that. On a CPU the events are torch's
     ops, which nest: the path is tried there, and the shares mean little.
     """
+    return summarize(recorded_events(call, device), ms)
+
+
+def recorded_events(call: Call, device: torch.device, before: Call | None = None, unnoticed: bool = False) -> list[Event]:
+    """Kernels of one call, copies and fills among them; on a CPU its ops. before: called when the profiler has started.
+
+    unnoticed: by a profiler of another thread, which still sees all that runs on the GPU. A step that notices one is
+    launched, where otherwise it replays a graph. torch's profiler has to have run in this thread before.
+    """
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as recorded:
+    recorded = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+    with ThreadPoolExecutor(1) as other, ExitStack() as stack:
+        if unnoticed:
+            other.submit(recorded.__enter__).result()
+            stack.callback(lambda: other.submit(recorded.__exit__, None, None, None).result())
+        else:
+            stack.enter_context(recorded)
+        if before is not None:
+            before()
         call()
         if cuda:
             torch.cuda.synchronize(device)
-    return summarize(_events(recorded, cuda), ms)
-
-
-def _events(recorded: profile, cuda: bool) -> list[Event]:
     # The raw results: torch turning a hundred thousand kernels into FunctionEvents takes longer than the step itself.
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None

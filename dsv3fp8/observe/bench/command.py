@@ -28,6 +28,8 @@ from dsv3fp8.observe.bench.outer import outer_tables
 from dsv3fp8.observe.bench.page import page, rewrite, shown
 from dsv3fp8.observe.bench.rates import Table, judged
 from dsv3fp8.observe.bench.roofline import roofline, roofline_tables
+from dsv3fp8.observe.bench.scale import command as scale
+from dsv3fp8.observe.bench.scale.page import page as scale_page
 from dsv3fp8.observe.bench.sizes import SIZES, StepSize
 from dsv3fp8.observe.bench.timing import Clock, one_line, release, run_case
 from dsv3fp8.observe.output import writable_directory
@@ -106,9 +108,11 @@ def main(arguments: list[str]) -> int:
     if not arguments or any(argument in HELP for argument in arguments):
         print(help_text())
         return 0 if arguments else 2
+    if arguments[0] == scale.KIND:
+        return scale.main(arguments[1:])
     kind, config = parse(arguments)
     if kind == PAGE:
-        for path in rewrite(Path(config.out).expanduser(), KINDS):
+        for path in rewrite(Path(config.out).expanduser(), {**dict.fromkeys(KINDS, page), scale.KIND: scale_page}):
             print(path)
         return 0
     recipes = [recipe_named(name) for name in config.names]
@@ -159,7 +163,7 @@ def parse(arguments: list[str]) -> tuple[str, BenchConfig]:
     """The kind and the keys; UserError for what is none."""
     kind, *rest = arguments
     if kind not in (*KINDS, PAGE):
-        raise UserError(f"bench {kind}: there are {', '.join((*KINDS, PAGE))}, as in `dsv3fp8 bench kernels`")
+        raise UserError(f"bench {kind}: there are {', '.join((*KINDS, scale.KIND, PAGE))}, as in `dsv3fp8 bench kernels`")
     given = key_values(rest, "rounds=3 out=runs/bench")
     config = build(BenchConfig, given)
     idle = {*given} - {"out"} if kind == PAGE else set() if kind == "step" else {"model"}
@@ -197,6 +201,7 @@ def help_text() -> str:
     keys = "\n".join(f"  {key:<10}{note}" for key, _, note in leaves(BenchConfig))
     return (
         "Usage: dsv3fp8 bench kernels|linear|layer|step [key=value …]\n"
+        "       dsv3fp8 bench scale [gpus=2] [key=value …]\n"
         "       dsv3fp8 bench page out=DIRECTORY\n\n"
         "Measures on one Hopper GPU, each figure beside its peer in the same run:\n"
         f"  kernels   each kernel by itself: {', '.join(KINDS['kernels'])}\n"
@@ -205,8 +210,9 @@ def help_text() -> str:
         f"            {', '.join(KINDS['layer'])}\n"
         f"  step      training steps of model=small or medium: {', '.join(KINDS['step'])}\n"
         "only= picks parts, which are named behind each kind.\n"
+        "  scale     training steps on 1 GPU and many of one machine, layout by layout, beside what `plan` forecasts\n"
         "  page      writes the page of every run whose JSON lies in a directory again\n\n"
-        f"{keys}"
+        f"{keys}\n\nKeys of scale, beside those of a run (model, training.batch, training.context, …):\n\n{scale.help_keys()}"
     )
 
 

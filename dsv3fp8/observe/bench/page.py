@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,19 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join([*head, *(f"- {note}" for note in data["notes"]), "", *(table.markdown() for table in shown(data))])
 
 
-def rewrite(directory: Path, kinds: Collection[str]) -> list[Path]:
+def rewrite(directory: Path, pages_of: Mapping[str, Callable[[dict[str, Any]], str]]) -> list[Path]:
     """The page of every run whose JSON lies in a directory, beside it; JSON of other things is left alone.
 
-    UserError, before any is written, for what cannot be read or lacks something.
+    pages_of: what makes the page of each kind. UserError, before any is written, for what cannot be read or lacks something.
     """
     pages: dict[Path, bytes] = {}
     for source in sorted(path for path in directory.glob("*.json") if path.is_file()):
         found = _read(source)
         about = found.get("about") if isinstance(found, dict) else None
-        if not isinstance(about, dict) or about.get("kind") not in [*kinds]:
+        if not isinstance(about, dict) or about.get("kind") not in [*pages_of]:
             continue
         try:
-            pages[source.with_suffix(".md")] = page(found).encode()
+            pages[source.with_suffix(".md")] = pages_of[about["kind"]](found).encode()
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             said = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:160]
             raise UserError(f"{source} is no whole bench {about['kind']}: {said}; {_REMEDY}") from error

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 
 from dsv3fp8.config import RunConfig, load_config
-from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.data import Batch, Corpus, TrainBatches, open_corpus
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.observe.bench.breakdown import breakdown
 from dsv3fp8.observe.bench.operands import Setting
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.observe.bench.sizes import StepSize
 from dsv3fp8.observe.bench.timing import one_line
+from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.graph import WARM_UP, StepGraph, reasons_to_launch
-from dsv3fp8.training.optimizer import AdamW
-from dsv3fp8.training.step import train_step
+from dsv3fp8.training.setup import build
+from dsv3fp8.training.step import StepResult, train_step
 
 LR = 1e-4
 PARTS = ("rates", "breakdown")
@@ -28,32 +29,39 @@ PARTS = ("rates", "breakdown")
 class Trainer:
     """A model in training under one recipe: data, forward, backward, clipping and update, as the training loop does them."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, setting: Setting) -> None:
-        device = setting.device
-        with torch.device("meta"):
-            model = Transformer(config.model, config.recipe)
-        model.to_empty(device=device)
-        with torch.no_grad():  # drawn on the device: drawing a billion weights on a host takes longer than all steps
-            for parameter in model.parameters():
-                _ = parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=config.model.init_std)
-            for buffer in model.buffers():
-                buffer.zero_()
-        model.invalidate_codes()
-        model.train()
-        self.config, self.model = config, model
-        self.optimizer = AdamW(model.parameter_groups(), config.optimizer)
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, ranks: Ranks = ALONE, lr: float = LR) -> None:
+        self.config, self.ranks, self.lr = config, ranks, lr
+        self.model, self.optimizer = build(config, device, ranks, drawn_there)
+        self.model.train()
+        training = config.training
         # What cannot be recorded is launched, and nothing else.
         self.against_graph = "; ".join(reasons_to_launch(config, device))
-        self.graph = None if self.against_graph else StepGraph(model, self.optimizer, config.training.clip)
-        training = config.training
-        self.batches = TrainBatches(corpus.train, training.batch, training.context, training.seed, config.data.workers)
+        self.graph = None if self.against_graph else StepGraph(self.model, self.optimizer, training.clip, ranks)
+        self.batches = TrainBatches(
+            corpus.train, training.batch, training.context, training.seed, config.data.workers, ranks.index, ranks.count
+        )
 
-    def step(self) -> object:
-        training = self.config.training
-        batches = [next(self.batches) for _ in range(training.accumulate)]
-        if self.graph is not None:
-            return self.graph.step(batches, LR)
-        return train_step(self.model, self.optimizer, batches, LR, training.clip)
+    def step(self) -> StepResult:
+        """Replayed where it can be."""
+        return self.launched_step() if self.graph is None else self.graph.step(self._micro_batches(), self.lr)
+
+    def launched_step(self) -> StepResult:
+        """Kernel by kernel."""
+        clip = self.config.training.clip
+        return train_step(self.model, self.optimizer, self._micro_batches(), self.lr, clip, self.ranks)
+
+    def _micro_batches(self) -> list[Batch]:
+        return [next(self.batches) for _ in range(self.config.training.accumulate)]
+
+
+@torch.no_grad()
+def drawn_there(model: Transformer) -> None:
+    """Initial weights drawn on the device: drawing a billion of them on a host takes longer than all steps."""
+    for parameter in model.parameters():
+        _ = parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=model.config.init_std)
+    for buffer in model.buffers():
+        buffer.zero_()
+    model.invalidate_codes()
 
 
 def step_config(size: StepSize, recipe: str) -> RunConfig:
@@ -80,7 +88,7 @@ def trainers(setting: Setting, size: StepSize, recipes: list[str], notes: list[s
         made: dict[str, Trainer] = {}
         for recipe, config in configs.items():
             try:
-                trainer = Trainer(config, corpus, setting)
+                trainer = Trainer(config, corpus, setting.device)
             except Exception as error:
                 notes.append(f"{recipe} is left out: {one_line(error)}")
                 continue

@@ -95,7 +95,7 @@ def _sampler(way: Way, clock: Clock, timing: Timing) -> Callable[[], float]:
         call()
     if not clock.cuda:
         return lambda: _host_ms(calls)
-    each = _event_ms(lambda: [call() for call in calls]) / len(calls)
+    each = event_ms(lambda: [call() for call in calls]) / len(calls)
     timing.host = "" if way.graph or way.replays else "launched by the host"
     if way.graph:
         timing.host = _synchronizes(calls[0])
@@ -110,7 +110,7 @@ def _sampler(way: Way, clock: Clock, timing: Timing) -> Callable[[], float]:
             return partial(_replayed_ms, graph, calls, count)
     # The host may run ahead of the chip, once it has started: what counts is the slower of the two.
     several = _calls_in_a_sample(each, HOST_SAMPLE_MS, len(calls))
-    return lambda: _event_ms(lambda: [calls[i % len(calls)]() for i in range(several)]) / several
+    return lambda: event_ms(lambda: [calls[i % len(calls)]() for i in range(several)]) / several
 
 
 def _calls_in_a_sample(each_ms: float, sample_ms: float, sets: int) -> int:
@@ -148,10 +148,11 @@ def _captured(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
 def _replayed_ms(graph: torch.cuda.CUDAGraph, calls: Sequence[Call], count: int) -> float:
     """One of the `count` calls in the graph. calls: they hold the operands, of which a graph has the addresses alone."""
     graph.replay()  # clocks and caches as they are when the same work goes on
-    return _event_ms(graph.replay) / count
+    return event_ms(graph.replay) / count
 
 
-def _event_ms(call: Call) -> float:
+def event_ms(call: Call) -> float:
+    """Milliseconds between CUDA events around a call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()

@@ -323,7 +323,7 @@ def test_without_a_hopper_gpu_one_line_says_what_is_needed(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["kernel"], "bench kernel: there are kernels, linear, layer, step, page"),
+        (["kernel"], "bench kernel: there are kernels, linear, layer, step, scale, page"),
         (["kernels", "fast"], "fast: expected key=value, such as rounds=3 out=runs/bench"),
         (["kernels", "round=3"], "round: no such key; did you mean rounds?"),
         (["kernels", "rounds=0"], "rounds=0 must be at least 1"),
