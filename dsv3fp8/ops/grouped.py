@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv3fp8.kernels import backend
 from dsv3fp8.kernels.backend import matmul_nt
 from dsv3fp8.kernels.exchange.reference import ROWS
-from dsv3fp8.ops.accumulate import running_sum
+from dsv3fp8.ops.accumulate import added, running_sum
 from dsv3fp8.ops.exchange import Plan
 from dsv3fp8.ops.linear import transposed
 from dsv3fp8.precision import ledger
@@ -53,7 +53,10 @@ def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, master: Tensor, spec: Gem
             for expert, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
                 pair = (transposed(_whole_tiles(dy, start, count)), transposed(_whole_tiles(x, start, count)))
                 log.look_at_gemm(spec, "wgrad", pair, together[expert])
-        return None if together is total else together
+        if together is not total:
+            return together
+        added(master)
+        return None
     parts = []
     for start, count in zip(plan.starts, plan.counts, strict=True):
         if count:

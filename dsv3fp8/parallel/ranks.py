@@ -7,7 +7,7 @@ of a GPU by NCCL, in the same groups: what the hosts agree on (counts of targets
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+Some = TypeVar("Some", bound=Tensor)
 
 # How long a rank waits for another one: the first to read a corpus may tokenize it meanwhile.
 PATIENCE = timedelta(hours=2)
@@ -178,18 +179,31 @@ def combine_over(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, grou
 
     Small ones share a buffer. The cuts hang on the sizes alone, so that a run adds in the same order every time.
     """
-    for bucket in _buckets(tensors):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.all_reduce(bucket[0], operation, group)
-            continue
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
-        dist.all_reduce(flat, operation, group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+    for bucket in buckets(tensors):
+        start_combining(bucket, operation, group)()
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
+def start_combining(
+    bucket: list[Tensor], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> Callable[[], None]:
+    """`combine_over` of one bucket, on its way when this returns; its tensors are to be left alone until one has called what
+    is returned, which on a GPU lets the stream wait and not the host.
+    """
+    flat = torch.cat([tensor.flatten() for tensor in bucket]) if len(bucket) > 1 or not bucket[0].is_contiguous() else bucket[0]
+    work = dist.all_reduce(flat, operation, group, async_op=True)
+
+    def wait() -> None:
+        work.wait()
+        if flat is not bucket[0]:
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+    return wait
+
+
+def buckets(tensors: Iterable[Some]) -> Iterator[list[Some]]:
+    """Tensors that travel together, in their order."""
+    bucket: list[Some] = []
     for tensor in tensors:
         if bucket and sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_ELEMENTS:
             yield bucket

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv3fp8.model.targets import Totals, count_targets
-from dsv3fp8.ops.accumulate import adding_up
 from dsv3fp8.parallel.ranks import ALONE, Ranks
-from dsv3fp8.parallel.reduction import add_up_step, joint_norm, split_gradients
+from dsv3fp8.parallel.reduction import GradientSums, add_up_figures, joint_norm, split_gradients
 from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm
 from dsv3fp8.training.optimizer import AdamW
 
@@ -123,17 +122,19 @@ def take_step(
     windows: of this rank. totals: of all ranks.
     """
     sums: Tensor | None = None
-    for window in windows:
-        losses = model(*window)
-        with adding_up():
-            model.objective(losses, totals).backward()
-        parts = torch.stack([part.detach().double() for part in (losses.loss, *losses.mtp, losses.balance)])
-        sums = parts if sums is None else sums + parts
-        del losses
+    parameters = list(optimizer.parameters.values())
+    with GradientSums(model, parameters, ranks) as gradient_sums:
+        for number, window in enumerate(windows, start=1):
+            losses = model(*window)
+            with gradient_sums.backward(last=number == len(windows)):
+                model.objective(losses, totals).backward()
+            parts = torch.stack([part.detach().double() for part in (losses.loss, *losses.mtp, losses.balance)])
+            sums = parts if sums is None else sums + parts
+            del losses
+        gradient_sums.finish()
     assert sums is not None
 
-    parameters = list(optimizer.parameters.values())
-    add_up_step(model, parameters, sums, ranks)
+    add_up_figures(model, sums, ranks)
     shared, experts = split_gradients(model, parameters, ranks)
     norm = gradient_norm(shared, sums.device)
     if experts:

@@ -72,14 +72,13 @@ def test_ranks_move_to_the_same_bits() -> None:
 
 def step_with_a_wrong_factor(ranks: Ranks) -> dict[str, Any]:
     """Divides the gradients of experts by the size of their group, as a mean over it would."""
-    right = reduction.combine_over
+    right = reduction.start_combining
 
-    def wrong(tensors: list[torch.Tensor], operation: Any, group: Any) -> None:
-        right(tensors, operation, group)
-        if group is ranks.replicas:
-            torch._foreach_div_(tensors, ranks.expert)
+    def wrong(bucket: list[torch.Tensor], operation: Any, group: Any) -> Any:
+        wait = right(bucket, operation, group)
+        return lambda: (wait(), torch._foreach_div_(bucket, ranks.expert) if group is ranks.replicas else None)
 
-    reduction.combine_over = wrong
+    reduction.start_combining = wrong
     return step_of_rank(ranks, "fp32", 1)
 
 

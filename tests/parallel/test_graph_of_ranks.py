@@ -11,6 +11,8 @@ from support import build, nano
 from support import recipe as recipes
 
 from dsv3fp8.data import Batch
+from dsv3fp8.parallel import ranks as rank_room
+from dsv3fp8.parallel import reduction
 from dsv3fp8.precision.flush import measure_flush
 from dsv3fp8.training import graph as graphs
 from dsv3fp8.training.config import OptimizerConfig
@@ -85,8 +87,14 @@ WIDE = {
 }  # fmt: skip
 
 
-def steps_on_gpu(ranks: Ranks, recipe: str, graphed: bool) -> dict[str, Any]:
-    """Losses and weights after steps of two micro-batches, one of which is launched in any case."""
+def steps_on_gpu(ranks: Ranks, recipe: str, graphed: bool, behind: bool = False) -> dict[str, Any]:
+    """Losses and weights after steps of two micro-batches, one of which is launched in any case.
+
+    behind: gradients travel when all of them are made.
+    """
+    rank_room.BUCKET_ELEMENTS = 1 << 16  # many buckets for a small model
+    if behind:
+        reduction.GradientSums._made = lambda *_: None
     model = build(nano(**WIDE), recipes(recipe)).to(torch.device("cuda", ranks.local))
     model.invalidate_codes()
     optimizer = AdamW(model.parameter_groups(), OptimizerConfig(lr=1e-3, weight_decay=0.1))
@@ -106,9 +114,11 @@ def steps_on_gpu(ranks: Ranks, recipe: str, graphed: bool) -> dict[str, Any]:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("recipe", ["dsv3", "bf16"])
 def test_replayed_steps_of_two_gpus_equal_launched_ones(recipe: str) -> None:
+    """And those whose gradients travel behind the backward pass."""
     launched = on_ranks(2, steps_on_gpu, recipe, False, device="cuda")
+    behind = on_ranks(2, steps_on_gpu, recipe, False, True, device="cuda")
     replayed = on_ranks(2, steps_on_gpu, recipe, True, device="cuda")
     assert [each["recorded"] for each in launched + replayed] == [False, False, True, True]
-    for each in (launched[1], *replayed):
+    for each in (launched[1], *behind, *replayed):
         assert each["losses"] == launched[0]["losses"]
         assert all((each["weights"][name] == of_first).all() for name, of_first in launched[0]["weights"].items())
