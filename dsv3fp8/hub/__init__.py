@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in and out: DeepSeek's published layout, as `transformers`, vLLM and others read it."""
