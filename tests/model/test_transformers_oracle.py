@@ -4,15 +4,18 @@ Same logits and gradients to 1e-5 of the largest value of each tensor, and the s
 """
 
 import dataclasses
+import json
 import logging
 from typing import Any
 
 import pytest
 import torch
+from published import published, under_our_names
 from support import recipe, relative
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
+from dsv3fp8.hub.settings import parse, to_model
 from dsv3fp8.kernels.router.reference import Rule, select_experts
 from dsv3fp8.model.config import ModelConfig, YarnConfig
 from dsv3fp8.model.router import Router
@@ -53,73 +56,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def ours_of(config: Any) -> ModelConfig:
-    """Our sizes from those of a `transformers` config."""
-    rope = config.rope_parameters
-    yarn = YarnConfig()
-    if rope["rope_type"] == "yarn":
-        yarn = YarnConfig(
-            rope["factor"], rope["original_max_position_embeddings"], rope["beta_fast"], rope["beta_slow"], rope["mscale"],
-            rope["mscale_all_dim"],
-        )  # fmt: skip
-    v2 = isinstance(config, DeepseekV2Config)
-    ours = ModelConfig(
-        vocab_size=config.vocab_size, dim=config.hidden_size, layers=config.num_hidden_layers,
-        dense_layers=config.first_k_dense_replace, heads=config.num_attention_heads, q_latent=config.q_lora_rank,
-        kv_latent=config.kv_lora_rank, head_nope=config.qk_nope_head_dim, head_rope=config.qk_rope_head_dim,
-        head_v=config.v_head_dim, ffn=config.intermediate_size, expert_ffn=config.moe_intermediate_size,
-        experts=config.n_routed_experts, top_k=config.num_experts_per_tok, shared_experts=config.n_shared_experts,
-        groups=config.n_group or 1, kept_groups=config.topk_group or 1, score="softmax" if v2 else "sigmoid",
-        normalize=config.norm_topk_prob, route_scale=config.routed_scaling_factor, tied_head=config.tie_word_embeddings,
-        norm_eps=config.rms_norm_eps, context=config.max_position_embeddings, rope_theta=rope["rope_theta"], yarn=yarn,
-        balance_loss=0.0,
-    )  # fmt: skip
-    ours.validate()
-    return ours
-
-
-NAMES = {
-    "model.embed_tokens.weight": "embedding",
-    "lm_head.weight": "head",
-    "model.norm.weight": "norm.weight",
-    "input_layernorm.weight": "attention.norm.weight",
-    "self_attn.q_proj.weight": "attention.q.weight",
-    "self_attn.q_a_proj.weight": "attention.q_a.weight",
-    "self_attn.q_a_layernorm.weight": "attention.q_norm.weight",
-    "self_attn.q_b_proj.weight": "attention.q_b.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "attention.kv_a.weight",
-    "self_attn.kv_a_layernorm.weight": "attention.kv_norm.weight",
-    "self_attn.kv_b_proj.weight": "attention.kv_b.weight",
-    "self_attn.o_proj.weight": "attention.out.weight",
-    "post_attention_layernorm.weight": "feed_forward.norm.weight",
-    "mlp.gate_up": "feed_forward.ffn.gate_up.weight",
-    "mlp.down_proj.weight": "feed_forward.ffn.down.weight",
-    "mlp.gate.weight": "feed_forward.router.weight",
-    "mlp.gate.e_score_correction_bias": "feed_forward.router.bias",
-    "mlp.experts.gate_up_proj": "feed_forward.experts.gate_up",
-    "mlp.experts.down_proj": "feed_forward.experts.down",
-    "mlp.shared_experts.gate_up": "feed_forward.shared.gate_up.weight",
-    "mlp.shared_experts.down_proj.weight": "feed_forward.shared.down.weight",
-}
-
-
-def renamed(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors (weights or gradients) under our names; gate and up halves fused, gate first (S01)."""
-    fused: dict[str, Tensor] = {}
-    for name, tensor in theirs.items():
-        if name.endswith("up_proj.weight"):
-            continue
-        if name.endswith("gate_proj.weight"):
-            up = theirs[name.replace("gate_proj", "up_proj")]
-            name, tensor = name.replace("gate_proj.weight", "gate_up"), torch.cat((tensor, up))
-        fused[name] = tensor
-    ours = {}
-    for name, tensor in fused.items():
-        if name.startswith("model.layers."):
-            _, _, layer, inner = name.split(".", 3)
-            ours[f"layers.{layer}.{NAMES[inner]}"] = tensor
-        else:
-            ours[NAMES[name]] = tensor
-    return ours
+    """Our sizes from those of a `transformers` config, as a file of it has them."""
+    data = json.loads(config.to_json_string())
+    return dataclasses.replace(to_model(parse(data), "theirs"), balance_loss=0.0, mtp_depth=0)
 
 
 def pair(theirs: nn.Module, config: Any) -> Transformer:
@@ -133,9 +72,7 @@ def pair(theirs: nn.Module, config: Any) -> Transformer:
             if name.endswith("e_score_correction_bias"):
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
     model = Transformer(ours_of(config), recipe("fp32"))
-    state = renamed(dict(theirs.state_dict()))
-    if config.tie_word_embeddings:
-        del state["head"]
+    state = under_our_names(published(theirs.state_dict()), model.config)
     missing = model.load_state_dict(state, strict=False).missing_keys
     assert all(key.endswith("router.bias") for key in missing), missing
     return model
@@ -178,7 +115,7 @@ def compare(theirs: nn.Module, config: Any, length: int = 24) -> None:
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     losses = model(tokens)
     model.objective(losses, losses.totals).backward()
-    want = renamed({name: p.grad for name, p in theirs.named_parameters()})
+    want = under_our_names(published({name: p.grad for name, p in theirs.named_parameters()}), model.config)
     got = {name: p.grad for name, p in model.named_parameters()}
     assert got.keys() == want.keys()
     errors = {name: relative(got[name], want[name]) for name in want}
