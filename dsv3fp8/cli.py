@@ -163,6 +163,20 @@ def plan(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def export(arguments: list[str]) -> int:
+    """Write a run's checkpoint as a Hugging Face directory: BF16, FP8 or FP32."""
+    from dsv3fp8.hub.export_run import main
+
+    return main(arguments)
+
+
+def import_(arguments: list[str]) -> int:
+    """Make a run directory of a Hugging Face checkpoint of DeepSeek-V2 or V3, for `train` to go on with."""
+    from dsv3fp8.hub.import_run import main
+
+    return main(arguments)
+
+
 def doctor(arguments: list[str]) -> int:
     """Print what this machine can do, tested against installed versions, and which backend each op takes."""
     from dsv3fp8.doctor import main
@@ -171,8 +185,8 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "generate": generate, "map": map_, "drift": drift, "bench": bench, "plan": plan,
-    "doctor": doctor,
+    "train": train, "generate": generate, "export": export, "import": import_, "map": map_, "drift": drift, "bench": bench,
+    "plan": plan, "doctor": doctor,
 }  # fmt: skip
 
 

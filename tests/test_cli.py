@@ -48,7 +48,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in ("train", "generate", "map", "doctor"))
+    assert all(f"\n  {name} " in text for name in ("train", "generate", "export", "import", "map", "doctor"))
     assert cli.main([]) == cli.USER_ERROR
     assert cli.main(["--version"]) == 0
     assert dsv3fp8.__version__ in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_command_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    commands = "train, generate, map, drift, bench, plan, doctor"
+    commands = "train, generate, export, import, map, drift, bench, plan, doctor"
     assert error_line(capsys) == f"dsv3fp8: error: trian: no such command; there are {commands}"
     assert cli.main(["recipe=bf16"]) == 2
     assert "did you mean `train recipe=bf16`?" in error_line(capsys)

@@ -20,9 +20,21 @@ VOCABULARY_MULTIPLE = 64
 
 def validate_run(config: RunConfig) -> None:
     """Raise UserError with every setting that does not fit another one or this machine. Looks at no file."""
+    training = config.training
+    problems = parallel_problems(config) + context_problems(config)
+    problems += device_problems("training.device", training.device)
+    if config.recipe.linears == "te" and not problems:
+        against = te.reason_against(select_device(training.device))
+        problems += [] if against is None else [f"recipe.linears=te: {against}"]
+    if training.cuda_graph and not problems and (reasons := reasons_to_launch(config, select_device(training.device))):
+        problems.append(f"training.cuda_graph=true: {'; '.join(reasons)}: set it to false, or to null for where it can be")
+    raise_problems(problems)
+
+
+def context_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the length of the windows, for this model."""
     training, model = config.training, config.model
     problems = []
-    problems += parallel_problems(config)
     if training.context > model.context:
         problems.append(
             f"training.context={training.context} is longer than model.context={model.context}, the end of the rope "
@@ -32,13 +44,7 @@ def validate_run(config: RunConfig) -> None:
         problems.append(
             f"training.context={training.context} leaves nothing to predict at model.mtp_depth={model.mtp_depth}: raise it"
         )
-    problems += device_problems("training.device", training.device)
-    if config.recipe.linears == "te" and not problems:
-        against = te.reason_against(select_device(training.device))
-        problems += [] if against is None else [f"recipe.linears=te: {against}"]
-    if training.cuda_graph and not problems and (reasons := reasons_to_launch(config, select_device(training.device))):
-        problems.append(f"training.cuda_graph=true: {'; '.join(reasons)}: set it to false, or to null for where it can be")
-    raise_problems(problems)
+    return problems
 
 
 def parallel_problems(config: RunConfig) -> list[str]:

@@ -60,8 +60,11 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     saved = ranks.from_first(list_checkpoints(directory.checkpoints))
     state, random_states = TrainingState(), None
     changed: dict[str, tuple[Any, Any]] = {}
+    # Weights from elsewhere, which have seen no data of this run.
+    imported = False
     if saved:
         state, saved_config, random_states = load_state(saved[-1][1])
+        imported = state.corpus is None
         changed = changed_keys(saved_config, config.to_dict())
         if config.resume != "fork":
             refuse_changes(config.run_dir, state.step, changed)
@@ -79,7 +82,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     with ranks.host_by_host():
         corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
     corpus.check_context(config.training.context)
-    if saved and config.resume != "fork":
+    if saved and config.resume != "fork" and not imported:
         refuse_other_corpus(config.run_dir, state.step, state.corpus, corpus.describe()["sha256"])
     state.corpus = corpus.describe()["sha256"]
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
@@ -110,7 +113,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
         if changed:
             state.wandb_id = None  # another curve is another run there
             notes.append(f"forked with other settings: {', '.join(changed)}")
-        if random_states:
+        if random_states and not imported:
             restore_random_states(random_states)
     steps = choose_steps(config, device)
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes, steps)
@@ -134,7 +137,9 @@ def build(
 
 
 def _take_position(batches: TrainBatches, state: TrainingState, resume: str) -> list[str]:
-    """Set the data to the saved position; where a fork changed the stream of windows, begin it, and say so."""
+    """Set the data to the saved position; begin them, and say so, where there is none or a fork changed the stream."""
+    if not state.data:
+        return ["the data begin anew: these weights were imported"]
     fresh: dict[str, Any] = batches.state()
     if resume == "fork" and {**fresh, "consumed": 0} != {**state.data, "consumed": 0}:
         state.data = fresh
