@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dsv3fp8.config import load_config
+from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import hopper_reason
 from dsv3fp8.observe.bench.operands import recipe_named
-from dsv3fp8.observe.bench.scale.config import MODES, ScaleConfig, parse, settings_of, words_of
+from dsv3fp8.observe.bench.scale.config import MODES, ScaleConfig, parse, words_of
 from dsv3fp8.observe.bench.scale.exchange import measure_exchange
 from dsv3fp8.observe.bench.scale.forecast import forecast
 from dsv3fp8.observe.bench.scale.gathered import exchange_figures, layout_figures
@@ -32,7 +34,11 @@ def main(arguments: list[str]) -> int:
     config, given = parse(arguments)
     for name in config.recipe_names:
         recipe_named(name)
-    settings = settings_of(config, given)
+    todo = rows(config.count, config.kinds, config.recipe_names)
+    if not todo:
+        raise UserError(f"gpus={config.count}: there is no exchange on one; start it on two or more")
+    words = [words_of(config, given, row) for row in todo]  # what no row can be told is an error now
+    settings = load_config(words[0])
     device = select_device(config.device)
     against = hopper_reason(device) if device.type == "cuda" or config.sizes == "full" else None
     if against is not None:
@@ -63,7 +69,7 @@ def main(arguments: list[str]) -> int:
         data["notes"].append("on a CPU, at tiny sizes: the path was tried, the figures mean nothing")
     interrupted = False
     try:
-        _measure(config, given, data, out, started)
+        _measure(config, list(zip(todo, words, strict=True)), data, out, started)
     except KeyboardInterrupt:
         interrupted = True
         data["notes"].append("interrupted: this is what was measured until then")
@@ -72,8 +78,8 @@ def main(arguments: list[str]) -> int:
     return int(interrupted or (not any(row["modes"] for row in data["rows"]) and not data["exchange"]))
 
 
-def _measure(config: ScaleConfig, given: list[str], data: dict[str, Any], out: Path, started: float) -> None:
-    for row in rows(config.count, config.kinds, config.recipe_names):
+def _measure(config: ScaleConfig, todo: list[tuple[Row, list[str]]], data: dict[str, Any], out: Path, started: float) -> None:
+    for row, words in todo:
         left = config.budget - (time.monotonic() - started)
         name = f"{row.layout}{f', {row.recipe}' if row.recipe else ', the exchange'}"
         if left <= 0:
@@ -81,14 +87,13 @@ def _measure(config: ScaleConfig, given: list[str], data: dict[str, Any], out: P
             continue
         began = time.monotonic()
         measure = _measure_exchange if row.layout.kind == EXCHANGE else _measure_layout
-        said = measure(row, config, given, min(config.limit, left), data)
+        said = measure(row, words, config, min(config.limit, left), data)
         print(f"{name:<44} {said}, {time.monotonic() - began:.1f} s", flush=True)
         _write(data, out, started)
 
 
-def _measure_layout(row: Row, config: ScaleConfig, given: list[str], limit: float, data: dict[str, Any]) -> str:
-    layout, began = row.layout, time.monotonic()
-    words, settings = words_of(config, given, layout, row.recipe), data["settings"]
+def _measure_layout(row: Row, words: list[str], config: ScaleConfig, limit: float, data: dict[str, Any]) -> str:
+    layout, settings, began = row.layout, data["settings"], time.monotonic()
     outcome = on_ranks(layout.gpus, limit, measure_layout, words, config.mode_names, config.rounds)
     tokens = settings["batch"] * settings["context"] * settings["accumulate"] * layout.gpus
     figures = layout_figures(outcome, MODES, tokens)
@@ -103,10 +108,10 @@ def _measure_layout(row: Row, config: ScaleConfig, given: list[str], limit: floa
     return ", ".join([*said, *([outcome.failed] if outcome.failed else [])])
 
 
-def _measure_exchange(row: Row, config: ScaleConfig, given: list[str], limit: float, data: dict[str, Any]) -> str:
-    gpus, sizes = row.layout.gpus, config.exchanges
-    fits = [size for size in sizes if size.experts % gpus == 0]
-    outcome = on_ranks(gpus, limit, measure_exchange, fits, select_device(config.device).type, gpus, config.rounds)
+def _measure_exchange(row: Row, words: list[str], config: ScaleConfig, limit: float, data: dict[str, Any]) -> str:
+    gpus, device = row.layout.gpus, load_config(words).training.device
+    fits = [size for size in config.exchanges if size.experts % gpus == 0]
+    outcome = on_ranks(gpus, limit, measure_exchange, fits, device, gpus, config.rounds)
     for size in fits:
         if (told := outcome.all_told(size.name)) is not None:
             data["exchange"].append({"gpus": gpus, **exchange_figures(told)})

@@ -8,20 +8,22 @@ from typing import Literal
 
 import torch
 
-from dsv3fp8.config import GROUPS, RunConfig, load_config
+from dsv3fp8.config import GROUPS, load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.bench.scale.exchange import FULL, TINY, ExchangeSize
-from dsv3fp8.observe.bench.scale.layouts import KINDS, Layout
+from dsv3fp8.observe.bench.scale.layouts import KINDS, Row
 from dsv3fp8.schema import build, leaves, suggest
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 
 MODES = ("launched", "graph")
-VOCABULARY = 32_000
 SETTINGS = {
-    "full": ["model=medium", "optimizer=adamw_bf16", "training.batch=8", "training.context=2048"],
+    "full": [
+        "model=medium", "model.vocab_size=32000", "optimizer=adamw_bf16", "training.batch=8", "training.context=2048",
+    ],
     "tiny": [
-        "model=nano", "model.experts=8", "model.mtp_depth=0", "optimizer=adamw_bf16", "training.batch=1", "training.context=32",
+        "model=nano", "model.vocab_size=512", "model.experts=8", "model.mtp_depth=0", "optimizer=adamw_bf16",
+        "training.batch=1", "training.context=32",
     ],
 }  # fmt: skip
 """Keys of a run as they are unless given, by `sizes`."""
@@ -131,20 +133,16 @@ def parse(arguments: list[str]) -> tuple[ScaleConfig, list[str]]:
     return build(ScaleConfig, values), rest
 
 
-def words_of(config: ScaleConfig, given: list[str], layout: Layout, recipe: str) -> list[str]:
-    """What a run under a layout and a recipe would be told."""
+def words_of(config: ScaleConfig, given: list[str], row: Row) -> list[str]:
+    """What a run of a row would be told. Raises UserError for settings that cannot be."""
     device = select_device(config.device).type
-    fixed = [f"recipe={recipe}", *layout.words, f"training.device={device}", "data=synthetic"]
-    sizes = [f"model.vocab_size={VOCABULARY if config.sizes == 'full' else 512}", *SETTINGS[config.sizes], *given]
-    settings = load_config([*sizes, *fixed])
+    recipe = row.recipe or config.recipe_names[0]
+    fixed = [f"recipe={recipe}", *row.layout.words, f"training.device={device}", "data=synthetic"]
+    words = [*SETTINGS[config.sizes], *given, *fixed]
+    settings = load_config(words)
     training, vocabulary = settings.training, settings.model.vocab_size
-    tokens = 4 * training.batch * training.accumulate * (training.context + 1) * layout.gpus + 20_000
-    return [*sizes, *fixed, f"data.vocab_size={vocabulary}", f"data.tokens={tokens}"]
-
-
-def settings_of(config: ScaleConfig, given: list[str]) -> RunConfig:
-    """The settings that all rows share, under the first recipe on one GPU. Raises UserError for what cannot be."""
-    return load_config(words_of(config, given, Layout("one"), config.recipe_names[0]))
+    tokens = 4 * training.batch * training.accumulate * (training.context + 1) * row.layout.gpus + 20_000
+    return [*words, f"data.vocab_size={vocabulary}", f"data.tokens={tokens}"]
 
 
 def _words(text: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from dsv3fp8.observe.bench.timing import one_line
 Report = Callable[[str, Any], None]
 """Tells the parent something under a key, as soon as it is known."""
 DONE, FAILED = "done", "failed"
+LOADED = ["dsv3fp8.observe.bench.scale.rank"]
+"""What the process has loaded that ranks are forked from: torch, and all that trains."""
 
 
 @dataclass
@@ -39,7 +42,7 @@ def on_ranks(count: int, limit: float, function: Callable[..., None], *arguments
     Processes are forked from one that has loaded torch and has touched no GPU, so that they begin at once.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
+    context.set_forkserver_preload(LOADED)
     outcome, port = Outcome([{} for _ in range(count)]), _free_port()
     pipes: list[Connection] = []
     processes: list[ForkServerProcess] = []
@@ -92,12 +95,21 @@ def _run(pipe: Connection, index: int, count: int, port: int, function: Callable
         "RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
+    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)  # as torchrun has it
     try:
         function(lambda key, value: pipe.send((key, value)), *given)
         pipe.send((DONE, None))
     except Exception as error:  # one row lacks its figures, and the others go on
         pipe.send((FAILED, one_line(error)))
+
+
+def _leave_with_the_parent() -> None:
+    """However it ended: nobody would end a rank that waits for another one on a GPU."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ from dsv3fp8.observe.bench.scale.traffic import GATHER, REDUCE, ROWS, SCATTER
 TITLES = {"launched": "launched kernel by kernel", "graph": "replayed from a CUDA graph"}
 PLANNED = (REDUCE, SCATTER, GATHER, *ROWS)
 """What `plan` counts."""
+NOTHING = {"calls": 0, "payload": 0, "sent": 0.0}
 
 
 def page(data: dict[str, Any]) -> str:
@@ -112,19 +113,20 @@ def _wire(data: dict[str, Any]) -> Shown:
 
 
 def _bytes(data: dict[str, Any]) -> Shown:
-    rows = []
+    rows, beside = [], 0.0
     for row in data["rows"]:
-        planned = {} if row["plan"]["failed"] else row["plan"]["payload"]
-        for what in dict.fromkeys([*PLANNED, *row["traffic"]]) if row["traffic"] else ():
-            found, told = row["traffic"].get(what), planned.get(what)
-            if found is None and told is None:
+        traffic, planned = row["traffic"], {} if row["plan"]["failed"] else row["plan"]["payload"]
+        beside = max(beside, sum(found["payload"] for what, found in traffic.items() if what not in PLANNED))
+        for what in PLANNED if traffic else ():
+            found, told = traffic.get(what, NOTHING), planned.get(what)
+            if found is NOTHING and told is None:
                 continue
-            payload, timed = found["payload"] if found else 0, row["by_what"].get(what)
+            timed = row["by_what"].get(what)
             rows.append(
                 [
-                    f"{_name(row)}: {what}", f"{found['calls'] if found else 0:,}", f"{payload:,.0f}",
-                    _number(told, 1, ".0f"), _deviation(told, payload), _number(found and found["sent"], 1, ".0f"),
-                    _number(timed and timed["ms"], 1, ".2f"), _number(timed and timed["sent"] / timed["ms"], 1e-6, ".0f"),
+                    f"{_name(row)}: {what}", f"{found['calls']:,}", f"{found['payload']:,.0f}", _number(told, 1, ".0f"),
+                    _deviation(told, found["payload"]), f"{found['sent']:,.0f}", _number(timed and timed["ms"], 1, ".2f"),
+                    _number(timed and timed["sent"] / timed["ms"], 1e-6, ".0f"),
                 ]
             )  # fmt: skip
     heads = [
@@ -134,7 +136,9 @@ def _bytes(data: dict[str, Any]) -> Shown:
         "Counted where torch dispatches each collective, means over the ranks. A sum over ranks counts twice, as it goes round "
         "twice. ms and GB/s: kernels of the profiled launched step without waiting, and what leaves the GPU in that time."
     )
-    return Shown("Bytes", heads, rows, [about])
+    return Shown(
+        "Bytes", heads, rows, [about, f"beside these {beside:,.0f} bytes at most: counts, gate weights, losses, loads"]
+    )
 
 
 def _exchange(entry: dict[str, Any]) -> Shown:
