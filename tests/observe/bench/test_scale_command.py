@@ -30,7 +30,7 @@ def run(out: Path, *words: str, status: int = 0) -> dict[str, Any]:
 
 
 def test_two_ranks_are_measured_beside_one_and_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = run(tmp_path, "recipes=dsv3", "only=data,expert,exchange", "gpus=2", "limit=250")
+    data = run(tmp_path, "recipes=dsv3", "only=data,expert,exchange", "gpus=2", "limit=250", "model.layers=2")
     about = data["about"]
     assert {"started", "device", "packages", "commit", "seconds"} < set(about)
     assert about["command"].startswith("dsv3fp8 bench scale device=cpu")
@@ -45,7 +45,7 @@ def test_two_ranks_are_measured_beside_one_and_beside_the_plan(tmp_path: Path, c
     assert (one["tokens"], both["tokens"]) == (32, 64), "each rank has as many tokens as one alone"
     assert one["traffic"] == {}
 
-    settings = load_config(["model=nano", "model.experts=8", "model.mtp_depth=0", "model.vocab_size=512"])
+    settings = load_config(["model=nano", "model.experts=8", "model.mtp_depth=0", "model.vocab_size=512", "model.layers=2"])
     with torch.device("meta"):
         sizes = {name: p.numel() for name, p in Transformer(settings.model, settings.recipe).named_parameters()}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -53,7 +53,7 @@ def test_two_ranks_are_measured_beside_one_and_beside_the_plan(tmp_path: Path, c
     assert dealt["traffic"]["all-reduce gradients"]["payload"] == 2 * 4 * (sum(sizes.values()) - of_experts)
     widths = {"dispatch": 128 + 4, "combine's backward": 128 + 4, "combine": 256, "dispatch's backward": 256}
     for what, row_bytes in widths.items():
-        assert dealt["traffic"][what]["payload"] == 2 * 32 * 2 * row_bytes  # two MoE layers, 32 tokens to 2 experts each
+        assert dealt["traffic"][what]["payload"] == 32 * 2 * row_bytes  # one MoE layer, 32 tokens to 2 experts each
     for row in (both, dealt):  # plan counts the same
         assert {what: row["traffic"][what]["payload"] for what in row["plan"]["payload"]} == row["plan"]["payload"]
     assert 1 <= dealt["imbalance"] <= 2
@@ -63,7 +63,7 @@ def test_two_ranks_are_measured_beside_one_and_beside_the_plan(tmp_path: Path, c
     assert ways["dispatch in BF16"]["sent"] == pytest.approx(ways["dispatch in E4M3"]["sent"] * 2 * 256 / (256 + 8))
     page, said = (tmp_path / "scale.md").read_text(encoding="utf-8"), capsys.readouterr().out
     assert "the figures mean nothing" in page
-    assert "| dsv3, 2 GPUs, 2 expert ranks: dispatch | 4 | 16,896 | 16,896 | +0.0 % |" in page
+    assert "| dsv3, 2 GPUs, 2 expert ranks: dispatch | 2 | 8,448 | 8,448 | +0.0 % |" in page
     assert f"see {tmp_path}" in said
     (tmp_path / "scale.md").unlink()
     assert cli.main(["bench", "page", f"out={tmp_path}"]) == 0

@@ -46,7 +46,7 @@ def on_ranks(count: int, limit: float, function: Callable[..., None], *arguments
     outcome, port = Outcome([{} for _ in range(count)]), _free_port()
     pipes: list[Connection] = []
     processes: list[ForkServerProcess] = []
-    deadline = time.monotonic() + limit
+    deadline, patience = time.monotonic() + limit, 0
     try:
         for index in range(count):
             ours, theirs = context.Pipe(duplex=False)
@@ -56,9 +56,10 @@ def on_ranks(count: int, limit: float, function: Callable[..., None], *arguments
             pipes.append(ours)
             processes.append(process)
         outcome.failed = _listen(pipes, processes, outcome, deadline, limit)
+        patience = 0 if outcome.failed else 5  # those that are done are on their way out
     finally:
-        for process in processes:  # those that are done are on their way out
-            process.join(0 if outcome.failed or len(pipes) < count else 5)
+        for process in processes:
+            process.join(patience)
             process.kill()
             process.join()
     return outcome
