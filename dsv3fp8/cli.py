@@ -92,6 +92,10 @@ def train(arguments: list[str]) -> int:
 
         print(settings_help())
         return 0
+    if any(word in ("-m", "--multirun") for word in arguments):
+        from dsv3fp8.multirun import multirun
+
+        return multirun(arguments)
     config = load_config(arguments)
 
     from dsv3fp8.doctor import old_gpu_notice

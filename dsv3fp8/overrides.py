@@ -79,7 +79,7 @@ def _parse(word: str, verbatim: tuple[str, ...]) -> Override:
         raise UserError(f"{word}: cannot be read; put quotes around the text: {_quoted(key, text)}") from error
     if sweep:
         raise UserError(
-            f"{word}: one run takes one value; start one run for each, write a list as {key}=[{text}], "
+            f"{word}: one run takes one value; start one run for each with `train -m`, write a list as {key}=[{text}], "
             f"or quote a text with a comma: {_quoted(key, text)}"
         )
     return Override(key, text, value)
