@@ -80,10 +80,10 @@ def contract_bytes(config: ModelConfig, recipe: Recipe) -> int:
     return total
 
 
-def observed_bytes(config: ModelConfig, recipe: Recipe, tokens: int, device: torch.device) -> Kept:
-    """What one MoE block keeps after its forward on one sequence of random tokens."""
+def observed_bytes(config: ModelConfig, recipe: Recipe, tokens: int, device: torch.device, dense: bool = False) -> Kept:
+    """What one block, a MoE block unless `dense`, keeps after its forward on one sequence of random tokens."""
     with torch.device("meta"):
-        block = Block(config, recipe, dense=False)
+        block = Block(config, recipe, dense=dense)
     block.to_empty(device=device)
     _fill(block)
     compute = torch.bfloat16 if recipe.compute == "bf16" else torch.float32

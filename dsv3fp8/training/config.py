@@ -165,6 +165,8 @@ class LoggingConfig:
     entity: str | None = None
     # The run's name in W&B; null: the name of the run directory.
     name: str | None = None
+    # The group the run belongs to in W&B, as the runs of a comparison do; null: none.
+    group: str | None = None
     # The run's tags in W&B.
     tags: list[str] = field(default_factory=list)
 

@@ -31,8 +31,10 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "hydra-core", "wandb", "nv
 class RunDirectory:
     """Paths of one run. As a context manager it holds the lock."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: str = "run_dir") -> None:
+        """key: what the command line calls the directory."""
         self.path = path
+        self._key = key
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
@@ -48,7 +50,9 @@ class RunDirectory:
             # Append mode: whoever fails to get the lock must not empty the holder's file.
             self._lock = (self.path / "lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"run_dir={self.path} cannot be written: {error.strerror}; choose another run_dir=") from error
+            raise UserError(
+                f"{self._key}={self.path} cannot be written: {error.strerror}; choose another {self._key}="
+            ) from error
         try:
             # A POSIX record lock: the kernel drops it when its process ends, however it ends, and data workers that
             # were forked from it do not inherit it. So no lock is ever stale.
@@ -58,7 +62,7 @@ class RunDirectory:
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise UserError(
-                f"run_dir={self.path} is in use by {holder}: wait for it to end or choose another run_dir="
+                f"{self._key}={self.path} is in use by {holder}: wait for it to end or choose another {self._key}="
             ) from error
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}, started {_now()}\n")

@@ -43,6 +43,7 @@ class WeightsAndBiases:
                 mode=logging.wandb,  # type: ignore[arg-type]
                 project=logging.project,
                 entity=logging.entity,
+                group=logging.group,
                 name=logging.name or run_dir.name,
                 tags=logging.tags,
                 id=run_id,
