@@ -116,6 +116,13 @@ def train(arguments: list[str]) -> int:
         return _fail(memory_advice(config), FAILED)
 
 
+def compare(arguments: list[str]) -> int:
+    """Train recipes on the same data from the same weights, and report what each costs; or report on runs that exist."""
+    from dsv3fp8.observe.compare.command import main
+
+    return main(arguments)
+
+
 def generate(arguments: list[str]) -> int:
     """Sample text from a run's checkpoint."""
     from dsv3fp8.training.generate import main
@@ -189,8 +196,8 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "generate": generate, "export": export, "import": import_, "map": map_, "drift": drift, "bench": bench,
-    "plan": plan, "doctor": doctor,
+    "train": train, "compare": compare, "generate": generate, "export": export, "import": import_, "map": map_, "drift": drift,
+    "bench": bench, "plan": plan, "doctor": doctor,
 }  # fmt: skip
 
 

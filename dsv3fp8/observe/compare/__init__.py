@@ -1,0 +1,1 @@
+"""Recipes against one another: train them alike, or read runs that exist, and say what each costs."""

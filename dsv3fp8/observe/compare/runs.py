@@ -1,0 +1,173 @@
+"""Run directories as a comparison reads them: settings, corpus, records, and how far each run came."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv3fp8.config import RunConfig, load_saved
+from dsv3fp8.errors import UserError
+from dsv3fp8.observe.compare.recipes import names_of
+from dsv3fp8.training.child import LOG, last_error
+from dsv3fp8.training.metrics import read_metrics
+from dsv3fp8.training.resume import FREE_GROUPS, FREE_KEYS, flatten
+from dsv3fp8.training.run_directory import RunDirectory
+
+# What may differ between runs that are compared. Where files lie is no part of a corpus, whose hash is compared instead.
+FREE = FREE_KEYS - {"training.validation_batches"} | {
+    "training.seed", "data.paths", "data.validation_paths", "data.tokenizer", "parallel.dp_replicate", "parallel.dp_shard",
+    "parallel.expert",
+}  # fmt: skip
+SHOWN = 8
+"""Digits of a hash that a message shows."""
+
+State = Literal["complete", "gave up", "unfinished"]
+
+
+@dataclass
+class ComparedRun:
+    """One run directory. records: as logged, by step. recipe: the name it is shown under, known once all runs are."""
+
+    directory: Path
+    config: RunConfig
+    corpus: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    records: list[dict[str, Any]]
+    recipe: str = ""
+    error: str | None = field(default=None)
+
+    @property
+    def seed(self) -> int:
+        """Of the initial weights and of the order of the data."""
+        return self.config.training.seed
+
+    @property
+    def name(self) -> str:
+        """As in tables: recipe and seed."""
+        return f"{self.recipe} seed {self.seed}"
+
+    @property
+    def last_step(self) -> int:
+        """The last that was logged, 0 before the first."""
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def state(self) -> State:
+        """Whether it ran to its last step, or ended after as many skipped steps in a row as it was allowed."""
+        if gave_up(self.records, self.config.training.max_skipped):
+            return "gave up"
+        return "complete" if is_complete(self.records, self.config.training.steps) else "unfinished"
+
+
+def is_complete(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
+    """The last step is there, and it is logged after its validation."""
+    return bool(records) and records[-1]["step"] >= steps and records[-1].get("validation_loss") is not None
+
+
+def gave_up(records: Sequence[Mapping[str, Any]], max_skipped: int) -> bool:
+    """The last `max_skipped` steps, one by one, had a loss or a gradient norm that is not finite."""
+    tail = records[-max_skipped:]
+    together = len(tail) == max_skipped and tail[-1]["step"] - tail[0]["step"] == max_skipped - 1
+    return together and not any(math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]) for record in tail)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Run directories among `paths`, and directly below those that are none. UserError for a path without any."""
+    found: list[Path] = []
+    for path in paths:
+        if _is_run(path):
+            found.append(path)
+            continue
+        below = sorted(each for each in path.iterdir() if _is_run(each)) if path.is_dir() else []
+        if not below:
+            raise UserError(f"{path}: no run directory and none directly below it (one has config.yaml and metrics.jsonl)")
+        found += below
+    return list(dict.fromkeys(path.absolute() for path in found))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
+
+
+def read_runs(directories: Iterable[Path]) -> list[ComparedRun]:
+    """All of them, named. UserError, one line, for a file that is not there or broken, or for the same run twice."""
+    runs = [_read_run(path) for path in directories]
+    for run, name in zip(runs, names_of([run.config.recipe for run in runs]), strict=True):
+        run.recipe = name
+    first: dict[tuple[str, int], Path] = {}
+    for run in runs:
+        other = first.setdefault((run.recipe, run.seed), run.directory)
+        if other != run.directory:
+            raise UserError(f"{other} and {run.directory} are both {run.recipe} with seed {run.seed}: leave one of them out")
+    return runs
+
+
+def _read_run(path: Path) -> ComparedRun:
+    directory = RunDirectory(path)
+    records = read_metrics(directory.metrics)
+    if not records:
+        raise UserError(f"{directory.metrics} holds no step yet: let the run log one, or leave the run out")
+    return ComparedRun(
+        path,
+        load_saved(directory.config),
+        _json(path / "corpus.json"),
+        _json(path / "environment.json"),
+        records,
+        error=last_error(path / LOG),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; a comparison needs the files that training writes beside it") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}): restore it, or leave the run out") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not what a run writes there: restore it, or leave the run out")
+    return content
+
+
+def refuse_unlike(runs: Sequence[ComparedRun]) -> None:
+    """Raise UserError naming every key in which a run differs from the first one, recipe and seed apart."""
+    first, *others = runs
+    expected = identity(first.config, first.corpus)
+    for run in others:
+        found = identity(run.config, run.corpus)
+        keys = [*expected, *(key for key in found if key not in expected)]
+        differing = [key for key in keys if expected.get(key) != found.get(key)]
+        if differing:
+            listed = ", ".join(f"{key} {_shown(expected.get(key))} and {_shown(found.get(key))}" for key in differing)
+            raise UserError(
+                f"{first.directory} and {run.directory} cannot be compared ({listed}): compare runs of one corpus, model, "
+                "schedule and number of tokens"
+            )
+
+
+def identity(config: RunConfig, corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """{key: value} of all that two runs must share, recipe and seed apart, for their losses to be compared."""
+    settings = {
+        key: value
+        for key, value in flatten(config.to_dict()).items()
+        if key not in FREE and key.partition(".")[0] not in {*FREE_GROUPS, "recipe"}
+    }
+    ranks = config.parallel.ranks
+    tokens = config.training.batch * config.training.accumulate * config.training.context * ranks
+    return settings | {
+        "tokens a step": tokens,
+        "corpus sha256": corpus.get("sha256"),
+        "tokenizer sha256": corpus.get("tokenizer", {}).get("sha256"),
+        "training tokens of the corpus": corpus.get("train", {}).get("tokens"),
+        "validation tokens of the corpus": corpus.get("validation", {}).get("tokens"),
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str) and len(value) == 64:
+        return value[:SHOWN]
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,284 @@
+"""A comparison in tables and sentences: nothing here says more than a rule or a figure of the study does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv3fp8.observe.compare.verdict import RULES
+
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """title: its caption. note: what the columns mean. The first column names the row, the others are aligned right."""
+
+    title: str
+    note: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """A pipe table."""
+        lines = ["| " + " | ".join(self.heads) + " |", "|---|" + "---:|" * (len(self.heads) - 1)]
+        return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows)])
+
+
+def tables_of(data: Mapping[str, Any]) -> list[Table]:
+    """Verdicts, costs and runs of a study."""
+    return [verdict_table(data), cost_table(data), runs_table(data)]
+
+
+def verdict_table(data: Mapping[str, Any]) -> Table:
+    """What each recipe's loss is against the baseline's."""
+    rows = []
+    for recipe in data["recipes"]:
+        training, validation = recipe["training"], recipe["validation"]
+        rows.append(
+            (
+                recipe["name"],
+                recipe["verdict"],
+                _loss(training["loss"]),
+                _error(recipe, "training"),
+                _half_width(training["band"]),
+                _loss(validation["loss"]),
+                _error(recipe, "validation"),
+                _half_width(validation["band"]),
+                _on_validation(recipe),
+            )
+        )
+    baseline, window = data["settings"]["baseline"], data["settings"]["window"]
+    return Table(
+        "Verdicts",
+        f"Losses in nats a token at the last step, means over seeds: training loss over the last {_steps(window)}, validation "
+        f"loss on the same batches for every run. Errors are relative to {baseline} of the same seed: the mean, and "
+        "in brackets each seed. The band is twice the root mean square of the difference between two seeds of the baseline.",
+        (
+            "recipe",
+            "verdict",
+            "training loss",
+            "error",
+            "band",
+            "validation loss",
+            "error",
+            "band",
+            "on validation",
+        ),
+        rows,
+    )
+
+
+def cost_table(data: Mapping[str, Any]) -> Table:
+    """What each recipe takes and how it behaved."""
+    speeds = {each["name"]: each for each in data["timings"]}
+    base = speeds[data["settings"]["baseline"]]["tokens_per_second"]
+    rows = []
+    for recipe in data["recipes"]:
+        timing = speeds[recipe["name"]]
+        speed = timing["tokens_per_second"]
+        memory = timing["cuda_allocated_peak_gb"] or timing["rss_peak_gb"]
+        rows.append(
+            (
+                recipe["name"],
+                ABSENT if speed is None else f"{speed:,.0f}",
+                ABSENT if speed is None or not base else f"{speed / base:.2f}",
+                ABSENT if memory is None else f"{memory:.2f} GB",
+                ABSENT if recipe["kept_bytes_per_token"] is None else f"{recipe['kept_bytes_per_token']:,.0f}",
+                _share(recipe["flushed_share"]),
+                _number(recipe["grad_norm"], ".3f"),
+                _number(recipe["expert_load_max"], ".2f"),
+                _number(recipe["expert_load_entropy"], ".4f"),
+                str(sum(run["skipped"] for run in recipe["runs"])),
+            )
+        )
+    cuda = any(each["cuda_allocated_peak_gb"] for each in data["timings"])
+    what = "allocated by CUDA at most" if cuda else "most host memory of a run's process"
+    missing = "; ".join(f"{r['name']}: {r['kept_bytes_missing']}" for r in data["recipes"] if r["kept_bytes_missing"])
+    return Table(
+        "Cost and behaviour",
+        f"Speed: median over the steps of a run, mean over seeds; runs that shared a machine shared its speed. Memory: {what}. "
+        "Kept: bytes a token that one layer (a MoE layer where there is one) holds for backward, observed on a CPU. Flushed: "
+        "share of nonzero values that quantization made zero, at the last count. Gradient norm (before clipping) and expert "
+        f"balance (worst layer; 1 is even): means over the last {_steps(data['settings']['window'])}. Skipped: steps whose "
+        f"loss or gradient was not finite, all seeds.{f' Not observed: {missing}.' if missing else ''}",
+        (
+            "recipe",
+            "tokens/s",
+            f"of {data['settings']['baseline']}",
+            "memory",
+            "kept bytes",
+            "flushed",
+            "gradient norm",
+            "busiest expert / mean",
+            "entropy of shares",
+            "skipped",
+        ),
+        rows,
+    )
+
+
+def runs_table(data: Mapping[str, Any]) -> Table:
+    """How far each run came."""
+    seconds = {each["name"]: each["seconds_by_seed"] for each in data["timings"]}
+    rows = []
+    for recipe in data["recipes"]:
+        for run in recipe["runs"]:
+            seed = run["seed"]
+            rows.append(
+                (
+                    f"{recipe['name']} seed {seed}",
+                    run["state"] if run["error"] is None else f"{run['state']}: {run['error']}",
+                    f"{run['last_step']:,} of {data['settings']['steps']:,}",
+                    str(run["skipped"]),
+                    _loss(_at(recipe["training"]["loss_by_seed"], seed)),
+                    _loss(_at(recipe["validation"]["loss_by_seed"], seed)),
+                    _number(_at(seconds[recipe["name"]], seed), ",.0f"),
+                )
+            )
+    heads = ("run", "state", "steps", "skipped", "training loss", "validation loss", "seconds in steps")
+    return Table("Runs", "Losses at the last step, training loss smoothed.", heads, rows)
+
+
+def findings(data: Mapping[str, Any]) -> list[str]:
+    """A sentence for each recipe but the baseline, and what the band can and cannot tell."""
+    baseline = data["settings"]["baseline"]
+    seeds = next(len(r["runs"]) for r in data["recipes"] if r["baseline"])
+    lines = [_finding(recipe, baseline) for recipe in data["recipes"] if not recipe["baseline"]]
+    if all(recipe["training"]["band"] is None for recipe in data["recipes"]):
+        lines.append(
+            f"There is no band: it takes two finished seeds of {baseline}. What single runs differ by cannot be told from what "
+            "another seed would have made."
+        )
+    else:
+        lines.append(
+            f"The band rests on {seeds} seeds of {baseline}. Within it means no more than twice what those differ by, which "
+            f"is not to say that there is no difference; outside it means more{_chances(data)}."
+        )
+    lines.append(
+        f"All of it holds for this model, {_tokens(data)} and these settings: what comes later, or with a larger model, "
+        "is not measured here."
+    )
+    return lines
+
+
+def _chances(data: Mapping[str, Any]) -> str:
+    """How sure "outside" is, with so few seeds."""
+    chances = [round(100 * recipe["false_alarm"]) for recipe in data["recipes"] if recipe["false_alarm"] is not None]
+    if not chances:
+        return ""
+    return (
+        f", yet a recipe whose runs differ from the baseline's only as two seeds do lands there in up to {max(1, *chances)} % "
+        "of the cases, since so few seeds know their own spread badly"
+    )
+
+
+def _tokens(data: Mapping[str, Any]) -> str:
+    count = data["settings"]["tokens"]
+    return f"{count:,} tokens" if count < 1e6 else f"{count / 1e6:,.4g} M tokens"
+
+
+def rules(data: Mapping[str, Any]) -> list[str]:
+    """`verdict: rule`, for the verdicts that occur and the two that every comparison is about."""
+    seen = {recipe[key] for recipe in data["recipes"] for key in ("verdict", "validation_verdict")}
+    wanted = [name for name in RULES if name in seen or name.endswith("the band")]
+    return [f"{name}: {RULES[name]}" for name in wanted]
+
+
+def title(data: Mapping[str, Any]) -> str:
+    """The comparison in a line."""
+    names = [recipe["name"] for recipe in data["recipes"]]
+    return f"{', '.join(names[1:]) or names[0]}{f' against {names[0]}' if len(names) > 1 else ''}"
+
+
+def subtitle(data: Mapping[str, Any]) -> str:
+    """What was trained on what."""
+    settings = data["settings"]
+    corpus = settings["corpus"]
+    seeds = sorted({len(recipe["runs"]) for recipe in data["recipes"]})
+    number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] != seeds[-1] else f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}"
+    keys = f", all with {' '.join(settings['recipe_keys'])}" if settings["recipe_keys"] else ""
+    return (
+        f"{settings['model']}, {_steps(settings['steps'])} of {settings['tokens_a_step']:,} tokens "
+        f"({_tokens(data)}, {settings['epochs']:.2g} epochs) of {corpus['source']} "
+        f"({corpus['tokenizer']}, {corpus['vocab_size']:,} ids), {number} a recipe{keys}"
+    )
+
+
+def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
+    name, verdict, training = recipe["name"], recipe["verdict"], recipe["training"]
+    if verdict == "diverged":
+        bad = [run for run in recipe["runs"] if run["state"] == "diverged"]
+        return (
+            f"{name} diverged in {len(bad)} of {len(recipe['runs'])} runs (seed {', '.join(str(run['seed']) for run in bad)})."
+        )
+    if verdict == "unfinished":
+        short = [run for run in recipe["runs"] if run["state"] == "unfinished"]
+        where = ", ".join(f"seed {run['seed']} at step {run['last_step']:,}" for run in short)
+        return f"{name} is not finished ({where}): no verdict."
+    if verdict == "no baseline":
+        return f"{name} has no finished run of {baseline} with the same seed to be held against."
+    text = (
+        f"{name} ends {_signed(training['error'])} {'above' if training['error'] > 0 else 'below'} {baseline} in training loss"
+    )
+    if training["error"] == 0:
+        text = f"{name} ends where {baseline} does in training loss"
+    text += f" ({_by_seed(training['error_by_seed'])})"
+    if verdict == "no band":
+        return f"{text}."
+    text += f", {'within' if verdict.startswith('within') else 'outside'} the band of ±{100 * training['band']:.2f} %"
+    validation = recipe["validation"]
+    if validation["error"] is not None and validation["band"] is not None:
+        where = "within" if recipe["validation_verdict"].startswith("within") else "outside"
+        text += f"; validation loss {_signed(validation['error'], sign=True)}, {where} ±{100 * validation['band']:.2f} %"
+    return f"{text}."
+
+
+def _by_seed(errors: Mapping[int, float]) -> str:
+    return ", ".join(f"seed {seed}: {_signed(error, sign=True)}" for seed, error in errors.items())
+
+
+def _signed(error: float, sign: bool = False) -> str:
+    text = f"{100 * abs(error):.2f} %"
+    if not sign or round(100 * abs(error), 2) == 0:
+        return text
+    return f"{'+' if error > 0 else '−'}{text}"
+
+
+def _error(recipe: Mapping[str, Any], key: str) -> str:
+    part = recipe[key]
+    if part["error"] is None:
+        return ABSENT
+    seeds = [_signed(error, sign=True).removesuffix(" %") for error in part["error_by_seed"].values()]
+    return f"{_signed(part['error'], sign=True)} ({', '.join(seeds)})"
+
+
+def _on_validation(recipe: Mapping[str, Any]) -> str:
+    verdict = recipe["validation_verdict"]
+    return verdict if verdict.endswith("the band") else ABSENT
+
+
+def _half_width(value: float | None) -> str:
+    return ABSENT if value is None else f"±{100 * value:.2f} %"
+
+
+def _loss(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return ABSENT if value is None else f"{value:{form}}"
+
+
+def _share(value: float | None) -> str:
+    return ABSENT if value is None else f"{100 * value:.3g} %"
+
+
+def _at(values: Mapping[Any, Any], seed: int) -> Any:
+    """Keys are text where the data were read from JSON."""
+    return values.get(seed, values.get(str(seed)))
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"

@@ -1,0 +1,142 @@
+"""Verdicts on planted curves, and what the report says of them."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_up import STEPS, falling, make_run
+
+from dsv3fp8.observe.compare.runs import read_runs
+from dsv3fp8.observe.compare.study import study
+from dsv3fp8.observe.compare.tables import findings, rules
+from dsv3fp8.observe.compare.verdict import has_blown_up, judge
+
+NARROW = 1e-4
+
+
+@pytest.fixture
+def against(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """against(curve of a seed, …): the study of two such dsv3 runs beside two of bf16 with a narrow band."""
+
+    def compare(
+        curve: Callable[[int], Callable[[int], float]], stop: int | None = None, noise: float = NARROW
+    ) -> dict[str, Any]:
+        for seed in (0, 1):
+            make_run(tmp_path / f"b{seed}", "bf16", seed, falling(seed, noise))
+            make_run(tmp_path / f"d{seed}", "dsv3", seed, curve(seed), stop=stop)
+        return study(read_runs(sorted(tmp_path.iterdir())))
+
+    return compare
+
+
+def verdict(data: dict[str, Any]) -> str:
+    assert [recipe["name"] for recipe in data["recipes"]] == ["bf16", "dsv3"]
+    return data["recipes"][1]["verdict"]
+
+
+def test_identical_curves_are_within_the_band(against: Any) -> None:
+    data = against(lambda seed: falling(seed, NARROW))
+    assert verdict(data) == "within the band"
+    assert data["recipes"][1]["validation_verdict"] == "within the band"
+    assert data["recipes"][1]["training"]["error_by_seed"] == {0: 0.0, 1: 0.0}
+    assert data["recipes"][0]["verdict"] == "baseline"
+
+
+def test_a_percent_is_outside_a_narrow_band(against: Any) -> None:
+    data = against(lambda seed: falling(seed, NARROW, offset=0.01))
+    assert verdict(data) == "outside the band"
+    training = data["recipes"][1]["training"]
+    assert training["error"] == pytest.approx(0.01, abs=2e-4)
+    assert 0 < training["band"] < 1e-3
+    assert any("dsv3 ends 1.00 % above bf16" in line and "outside the band" in line for line in findings(data))
+
+
+def test_a_percent_is_within_a_wide_band(against: Any) -> None:
+    data = against(lambda seed: falling(seed, 0.05, offset=0.01), noise=0.05)
+    assert verdict(data) == "within the band"
+    assert data["recipes"][1]["training"]["error"] == pytest.approx(0.01, abs=1e-3)
+    assert data["recipes"][1]["training"]["band"] > 0.01
+
+
+def test_a_run_that_gives_up_on_nan_has_diverged(against: Any) -> None:
+    data = against(lambda seed: lambda step: falling(seed)(step) if step < 90 else math.nan, stop=99)
+    assert verdict(data) == "diverged"
+    assert data["recipes"][1]["runs"][0] == {"seed": 0, "state": "diverged", "last_step": 99, "skipped": 10, "error": None}
+    assert "dsv3 diverged in 2 of 2 runs (seed 0, 1)." in findings(data)
+    assert data["recipes"][1]["training"]["error"] is None
+
+
+def test_nan_in_all_of_the_last_window_has_diverged(against: Any) -> None:
+    """With training.max_skipped above what is left of the run, it ends by itself."""
+    data = against(lambda seed: lambda step: falling(seed)(step) if step <= STEPS - 10 or step % 50 == 1 else math.nan)
+    assert verdict(data) == "diverged"
+
+
+def test_a_loss_that_blows_up_has_diverged(against: Any) -> None:
+    data = against(lambda seed: lambda step: falling(seed)(step) * (1 if step < 150 else 1.5))
+    assert verdict(data) == "diverged"
+
+
+def test_a_spike_that_passes_has_not(against: Any) -> None:
+    data = against(lambda seed: lambda step: falling(seed, NARROW)(step) * (3 if 100 < step < 110 else 1))
+    assert verdict(data) == "within the band"
+
+
+def test_a_few_skipped_steps_are_counted_and_left_out_of_the_means(against: Any) -> None:
+    data = against(lambda seed: lambda step: math.nan if step in (50, STEPS - 1) else falling(seed, NARROW)(step))
+    assert verdict(data) == "within the band"
+    assert [run["skipped"] for run in data["recipes"][1]["runs"]] == [2, 2]
+
+
+def test_nothing_is_said_of_a_run_that_is_not_finished(against: Any) -> None:
+    data = against(lambda seed: falling(seed, offset=0.2), stop=150)
+    assert verdict(data) == "unfinished"
+    assert data["recipes"][1]["training"]["error"] is None
+    assert "dsv3 is not finished (seed 0 at step 150, seed 1 at step 150): no verdict." in findings(data)
+    error = data["curves"]["training"]["recipes"]["dsv3"]["error"]
+    assert error[data["curves"]["training"]["step"].index(150)] == pytest.approx(0.2, abs=0.02)
+    assert error[-1] is None
+
+
+def test_one_seed_of_the_baseline_makes_no_band_and_no_claim(tmp_path: Path) -> None:
+    make_run(tmp_path / "b", "bf16")
+    make_run(tmp_path / "d", "dsv3", loss=falling(0, offset=0.3))
+    data = study(read_runs(sorted(tmp_path.iterdir())))
+    assert verdict(data) == "no band"
+    assert data["curves"]["training"]["band"] is None
+    text = " ".join(findings(data))
+    assert "There is no band: it takes two finished seeds of bf16." in text
+    assert "within" not in text
+    assert "outside" not in text
+
+
+def test_a_baseline_that_diverged_holds_nothing_up(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"b{seed}", "bf16", seed, lambda step: falling(0)(step) if step < 90 else math.nan, stop=99)
+        make_run(tmp_path / f"d{seed}", "dsv3", seed)
+    data = study(read_runs(sorted(tmp_path.iterdir())))
+    assert [recipe["verdict"] for recipe in data["recipes"]] == ["diverged", "no baseline"]
+
+
+def test_a_noisy_baseline_that_has_learned_did_not_diverge() -> None:
+    """Its end may lie well above its lowest point by chance; there is nothing to hold it against."""
+    curve = np.array([5.5, 4.0, 3.0, 3.5])
+    assert not has_blown_up(curve, False, None)
+    assert has_blown_up(curve, False, 3.0)
+    assert not has_blown_up(curve, False, 3.4)
+    curve[-1] = 4.5
+    assert has_blown_up(curve, False, None)
+
+
+def test_the_border_belongs_to_the_band_and_signs_do_not_matter() -> None:
+    assert judge(["complete"], {0: -0.01}, 0.01) == "within the band"
+    assert judge(["complete"], {0: -0.0101}, 0.01) == "outside the band"
+    assert judge(["complete"] * 2, {0: 0.03, 1: -0.02}, 0.01) == "within the band"
+
+
+def test_the_rules_of_all_verdicts_that_occur_are_told(against: Any) -> None:
+    told = rules(against(lambda seed: falling(seed), stop=150))
+    assert [line.partition(":")[0] for line in told] == ["unfinished", "within the band", "outside the band"]
