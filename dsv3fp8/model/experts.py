@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from dsv3fp8.model.linear import Masters, Reader, RMSNorm
 from dsv3fp8.model.router import Router
 from dsv3fp8.model.sequence import Sequences
 from dsv3fp8.ops.exchange import Plan, make_plan
-from dsv3fp8.ops.experts import ExpertsCall, routed_experts
+from dsv3fp8.ops.experts import ExpertsCall, Journey
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.residual import residual_sum
 from dsv3fp8.ops.stash import Activation
@@ -21,6 +22,9 @@ from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import values_of
 from dsv3fp8.precision.widen import widened
+
+if TYPE_CHECKING:
+    from dsv3fp8.model.te_experts import TEJourney
 
 MakePlan = Callable[[Tensor, int, Tensor | None], Plan]
 
@@ -44,12 +48,12 @@ class RoutedExperts(Masters):
         self.recipe = recipe
         self.make_plan: MakePlan = make_plan
 
-    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Tensor:
-        """The routed part of x [T, D] under gate weights fp32 [T, K], [T, D]."""
+    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Journey | TEJourney:
+        """x [T, D] and its gate weights fp32 [T, K] set out; what comes back is the routed part of x."""
         call = ExpertsCall(
             plan, self.recipe, self.gate_up_quantizers, self.down_quantizers, self.gate_up_codes, self.down_codes
         )  # fmt: skip
-        return routed_experts(x.edge, x.operand, weights, self.gate_up, self.down, call)
+        return Journey(x.edge, x.operand, weights, (self.gate_up, self.down), call)
 
 
 def make_experts(config: ModelConfig, recipe: Recipe) -> RoutedExperts:
@@ -86,7 +90,9 @@ class MoELayer(Masters):
         routing = self.router(of_router.edge, values_of(of_router.operand), x, self.norm.weight, sequences)
         plan = experts.make_plan(routing.ids, config.experts, sequences.real)
         self.router.count(plan.here.load)
-        branches = [experts(payload, routing.weights, plan)]
-        if self.shared is not None:
-            branches.append(self.shared(of_shared))
-        return residual_sum(rail, *branches), routing.balance
+        # Half of the shared expert while the payload is on the wire, half while it comes back; backward in reverse.
+        journey = experts(payload, routing.weights, plan)
+        hidden = self.shared.hidden(of_shared) if self.shared is not None else None
+        journey.work()
+        of_others = [] if self.shared is None else [self.shared.down(hidden)]
+        return residual_sum(rail, journey.come_back(), *of_others), routing.balance

@@ -23,9 +23,13 @@ class FeedForward(Masters):
         self.down = make_linear(recipe, f"{prefix}down", hidden, dim)
 
     def forward(self, x: Activation) -> Tensor:
-        slot = self.gate_up.slot()
-        out: Tensor = self.down(swiglu(self.gate_up(x, slot=slot), self.recipe, self.down.quantizers, slot))
+        out: Tensor = self.down(self.hidden(x))
         return out
+
+    def hidden(self, x: Activation) -> Activation:
+        """What `down` reads, [T, F]."""
+        slot = self.gate_up.slot()
+        return swiglu(self.gate_up(x, slot=slot), self.recipe, self.down.quantizers, slot)
 
 
 class DenseLayer(Masters):

@@ -32,13 +32,28 @@ class TERoutedExperts(RoutedExperts):
             Borrower(up, names, self.gate_up_codes), Borrower(down, names, self.down_codes)
         )  # fmt: skip
 
-    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Tensor:
-        splits = row_splits(plan)
-        rows: Tensor = _Dispatch.apply(x.edge, values_of(x.operand), plan)
-        up, down = self.up_borrower, self.down_borrower
-        h = up(up.lend(rows, rows, self.gate_up), self.gate_up, splits)
-        act: Tensor = _SwiGLU.apply(h, _Pick.apply(weights, plan))
-        out: Tensor = _Combine.apply(down(down.lend(act, act, self.down), self.down, splits), plan)
+    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> TEJourney:
+        return TEJourney(self, x, weights, plan)
+
+
+class TEJourney:
+    """As `ops.experts.Journey`; what is on the wire is waited for at once."""
+
+    def __init__(self, experts: TERoutedExperts, x: Activation, weights: Tensor, plan: Plan) -> None:
+        self._experts, self._weights, self._plan = experts, weights, plan
+        self._rows: Tensor = _Dispatch.apply(x.edge, values_of(x.operand), plan)
+
+    def work(self) -> None:
+        """The experts themselves."""
+        experts, rows, splits = self._experts, self._rows, row_splits(self._plan)
+        up, down = experts.up_borrower, experts.down_borrower
+        h = up(up.lend(rows, rows, experts.gate_up), experts.gate_up, splits)
+        act: Tensor = _SwiGLU.apply(h, _Pick.apply(self._weights, self._plan))
+        self._rows = down(down.lend(act, act, experts.down), experts.down, splits)
+
+    def come_back(self) -> Tensor:
+        """The routed part of the MoE, [T, D]."""
+        out: Tensor = _Combine.apply(self._rows, self._plan)
         return out
 
 

@@ -4,11 +4,13 @@ Rows of an expert are consecutive, ordered by token, and start at a multiple of 
 holds two experts. Rows in between are inert: code 0, scale 1, gate weight 0.
 
 Where the experts lie on several ranks, rows travel over a wire: dispatch puts the copies of a rank's tokens in the order of
-their experts and sends them, and lays out what arrives; combine goes the same way back, and sums where the tokens are.
+their experts and sends them, and lays out what arrives; combine goes the same way back, and sums where the tokens are. What
+is sent is on its way when `send_…` returns, and there when what that has given is called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -21,16 +23,24 @@ from dsv3fp8.kernels.exchange.reference import ROWS, capacity
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
+Arrival = Callable[[], Operand]
+Return = Callable[[], Tensor]
+"""What waits for something on its way, on a GPU the stream alone, and gives it. To be called once."""
+
 
 class Wire(Protocol):
     """Between this rank's tokens and the experts of all ranks: n copies of its tokens leave, R copies of any arrive.
 
-    copies: n, on the host. copy: int32 [n], in the order in which they leave. slot: int32 [T, K], where each choice stands
-    among them; -1 for choices that go nowhere. load: int [E], the tokens of this rank for each of all experts.
+    copies: n, on the host. counts: the copies that arrive for each expert of this rank, on the host. copy: int32 [n], in the
+    order in which they leave. slot: int32 [T, K], where each choice stands among them; -1 for choices that go nowhere.
+    load: int [E], the tokens of this rank for each of all experts.
     """
 
     @property
     def copies(self) -> int: ...
+
+    @property
+    def counts(self) -> list[int]: ...
 
     @property
     def copy(self) -> Tensor: ...
@@ -41,11 +51,11 @@ class Wire(Protocol):
     @property
     def load(self) -> Tensor: ...
 
-    def send(self, rows: Operand) -> Operand:
+    def send(self, rows: Operand) -> Arrival:
         """[n, D] of this rank's tokens -> [R, D] for its experts, by source rank, then expert, then token; or [n] -> [R]."""
         ...
 
-    def send_back(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Return:
         """[R, D] -> [n, D], or [R] -> [n]: the same way back."""
         ...
 
@@ -90,8 +100,8 @@ class Plan:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Rows of each expert, on the host: the one place where it waits for a GPU."""
-        return self.load.tolist()
+        """Rows of each expert, on the host: the one place where it waits for a GPU. A wire has read them already."""
+        return self.wire.counts if self.wire else self.load.tolist()
 
     @property
     def starts(self) -> list[int]:
@@ -120,12 +130,20 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None) -> Plan:
 
 def dispatch(x: Operand, plan: Plan) -> Operand:
     """Rows of x [T, D] in expert order, [rows, D]: codes and scales as they are, nothing is rounded on the way."""
-    return arrive(moe.dispatch(x, plan.here.copy, plan.here.slot), plan)
+    return send_rows(x, plan)()
 
 
-def arrive(rows: Operand, plan: Plan) -> Operand:
+def send_rows(x: Operand, plan: Plan) -> Arrival:
+    """Sets out for `dispatch`."""
+    return send_copies(moe.dispatch(x, plan.here.copy, plan.here.slot), plan)
+
+
+def send_copies(rows: Operand, plan: Plan) -> Arrival:
     """Rows in the order in which they leave this rank -> [rows, D] where their experts are."""
-    return moe.dispatch(plan.wire.send(rows), plan.copy, plan.slot) if plan.wire else rows
+    if plan.wire is None:
+        return lambda: rows
+    on_their_way = plan.wire.send(rows)
+    return lambda: moe.dispatch(on_their_way(), plan.copy, plan.slot)
 
 
 def wire_bytes(rows: Operand, plan: Plan) -> int:
@@ -138,31 +156,47 @@ def wire_bytes(rows: Operand, plan: Plan) -> int:
 
 def dispatch_copies(x: Tensor, plan: Plan) -> Tensor:
     """One value per (token, choice), [T, K] -> [rows] in expert order; 0 in inert rows."""
+    return send_values(x, plan)()
+
+
+def send_values(x: Tensor, plan: Plan) -> Return:
+    """Sets out for `dispatch_copies`."""
     copies = moe.pick(x, plan.here.copy)
-    if plan.wire:
-        arrived = plan.wire.send(copies)
+    if plan.wire is None:
+        return lambda: copies
+    on_their_way = plan.wire.send(copies)
+
+    def arrive() -> Tensor:
+        arrived = on_their_way()
         assert isinstance(arrived, Tensor)
         return moe.pick(arrived, plan.copy)
-    return copies
+
+    return arrive
 
 
 def combine(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
     """Sums each token's K rows [rows, D] in fp32, in order of choice, optionally weighted by fp32 [T, K]; one rounding."""
-    return combine_here(leave(rows, plan), plan, weights)
+    return combine_here(send_back(rows, plan)(), plan, weights)
 
 
-def leave(rows: Tensor, plan: Plan) -> Tensor:
+def send_back(rows: Tensor, plan: Plan) -> Return:
     """Rows [rows, D] where their experts are -> rows where their tokens are, as `combine_here` reads them."""
-    return plan.wire.send_back(moe.combine(rows, plan.slot)) if plan.wire else rows
+    return plan.wire.send_back(moe.combine(rows, plan.slot)) if plan.wire else lambda: rows
 
 
 def combine_here(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
-    """`combine` of rows that `leave` has given."""
+    """`combine` of rows that `send_back` has given."""
     return moe.combine(rows, plan.here.slot, weights)
 
 
 def collect_copies(rows: Tensor, plan: Plan) -> Tensor:
     """One value per row -> [T, K]; 0 for choices that went nowhere. Inverse of `dispatch_copies`."""
-    if plan.wire:
-        rows = plan.wire.send_back(moe.pick(rows, plan.slot.flatten()))
-    return moe.pick(rows, plan.here.slot)
+    return send_values_back(rows, plan)()
+
+
+def send_values_back(rows: Tensor, plan: Plan) -> Return:
+    """Sets out for `collect_copies`."""
+    if plan.wire is None:
+        return lambda: moe.pick(rows, plan.slot)
+    on_their_way = plan.wire.send_back(moe.pick(rows, plan.slot.flatten()))
+    return lambda: moe.pick(on_their_way(), plan.here.slot)

@@ -2,7 +2,7 @@
 
 Rank r of a group of P has experts r * E / P and on. Copies leave in the order of their experts, which is that of the ranks,
 and arrive by source rank, then expert, then token; `make_plan` sorts them by expert, so that within one the order is source
-rank, then token index. Counts are exchanged and read once a layer and pass; nothing else waits on the host.
+rank, then token index. Counts are exchanged and read once a layer, forward; nothing else has the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv3fp8.kernels import moe
 from dsv3fp8.kernels.exchange.reference import ROWS
-from dsv3fp8.ops.exchange import Plan
+from dsv3fp8.ops.exchange import Arrival, Plan, Return
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div
 
 
@@ -27,6 +27,7 @@ class GroupWire:
     group: dist.ProcessGroup
     leaving: list[int]
     arriving: list[int]
+    counts: list[int]
     copy: Tensor
     slot: Tensor
     load: Tensor
@@ -35,23 +36,30 @@ class GroupWire:
     def copies(self) -> int:
         return sum(self.leaving)
 
-    def send(self, rows: Operand) -> Operand:
+    def send(self, rows: Operand) -> Arrival:
         if not isinstance(rows, QuantizedTensor):
             return self._exchange(rows, self.leaving, self.arriving)
         assert rows.tile.rows == 1, f"rows of {rows.tile} tiles share scales: they cannot part"
         codes, scale = (self._exchange(part, self.leaving, self.arriving) for part in (rows.codes, rows.scale))
-        return replace(rows, codes=codes, scale=scale, shape=(len(codes), rows.shape[1]))
+        # Not of the rows themselves, which are to go as soon as they are sent.
+        shell = replace(rows, codes=rows.codes.new_empty(0), scale=rows.scale.new_empty(0))
+        return lambda: replace(shell, codes=(there := codes()), scale=scale(), shape=(len(there), shell.shape[1]))
 
-    def send_back(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Return:
         return self._exchange(rows, self.arriving, self.leaving)
 
-    def _exchange(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+    def _exchange(self, rows: Tensor, leaving: list[int], arriving: list[int]) -> Return:
         """As bytes: gloo knows no FP8, and none of it is arithmetic."""
-        shape, width = (sum(arriving), *rows.shape[1:]), prod(rows.shape[1:]) * rows.element_size()
+        shape, dtype, width = (sum(arriving), *rows.shape[1:]), rows.dtype, prod(rows.shape[1:]) * rows.element_size()
         given = rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)
         arrived = torch.empty(shape[0], width, dtype=torch.uint8, device=rows.device)
-        dist.all_to_all_single(arrived, given, arriving, leaving, group=self.group)
-        return arrived.view(-1).view(rows.dtype).view(shape)
+        work = dist.all_to_all_single(arrived, given, arriving, leaving, group=self.group, async_op=True)
+
+        def there() -> Tensor:
+            work.wait()
+            return arrived.view(-1).view(dtype).view(shape)
+
+        return there
 
 
 def make_plan(ids: Tensor, experts: int, real: Tensor | None, group: dist.ProcessGroup) -> Plan:
@@ -69,9 +77,10 @@ def make_plan(ids: Tensor, experts: int, real: Tensor | None, group: dist.Proces
     order = by_expert.indices[: sum(leaving)]
     slot = torch.full((ids.numel(),), -1, dtype=torch.int32, device=device)
     slot[order] = torch.arange(len(order), dtype=torch.int32, device=device)
-    wire = GroupWire(group, leaving, arriving, order.int(), slot.view(ids.shape), load)
+    received = [sum(of_expert) for of_expert in zip(*there, strict=True)]
+    wire = GroupWire(group, leaving, arriving, received, order.int(), slot.view(ids.shape), load)
 
     own = torch.arange(experts // size, device=device).repeat(size)
     arrived = own.repeat_interleave(counts[1].flatten(), output_size=sum(arriving))[:, None]
-    rows = sum(ceil_div(sum(of_expert), ROWS) * ROWS for of_expert in zip(*there, strict=True))
+    rows = sum(ceil_div(count, ROWS) * ROWS for count in received)
     return Plan(rows, *moe.lay_out(arrived, experts // size, None, rows), wire=wire)

@@ -166,7 +166,7 @@ def test_gradients_meet_in_the_types_and_branches_in_the_order_of_the_contract(m
     sums: list[tuple[Tensor, ...]] = []
     monkeypatch.setattr(experts, "residual_sum", lambda *terms: (sums.append(terms), residual_sum(*terms))[1])
     shared: list[Tensor] = []
-    model.layers[1].feed_forward.shared.register_forward_hook(lambda _, __, out: shared.append(out))
+    model.layers[1].feed_forward.shared.down.register_forward_hook(lambda _, __, out: shared.append(out))
     model(windows(model.config))
     assert readers["attention.norm"] == (full, full)
     assert readers["q_norm"] == readers["kv_norm"] == (narrow,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv3fp8.ops import exchange
 from dsv3fp8.ops.exchange import make_plan
-from dsv3fp8.ops.experts import ExpertsCall, routed_experts
+from dsv3fp8.ops.experts import ExpertsCall, Journey
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.weights import WeightCodes
 from dsv3fp8.precision.recipe import Recipe
@@ -73,8 +73,10 @@ def run(case: Case, given: Recipe) -> Result:
     plan = make_plan(case.ids, experts, case.real)
     call = ExpertsCall(plan, given, gate_up, down, WeightCodes(gate_up, row_parts=2), WeightCodes(down))
     edge = torch.zeros_like(case.x, requires_grad=True)
-    leaves = [t.clone().requires_grad_() for t in (case.weights, case.gate_up, case.down)]
-    y = routed_experts(edge, gate_up.quantize("input", case.x, 1), *leaves, call)
+    weights, *masters = leaves = [t.clone().requires_grad_() for t in (case.weights, case.gate_up, case.down)]
+    journey = Journey(edge, gate_up.quantize("input", case.x, 1), weights, (masters[0], masters[1]), call)
+    journey.work()
+    y = journey.come_back()
     y.backward(case.dy)
     return Result(y.detach(), edge.grad, *(leaf.grad for leaf in leaves))
 
