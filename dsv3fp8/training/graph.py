@@ -7,7 +7,7 @@ itself, beside what steps outside of it and validation take: `training.cuda_grap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -214,11 +214,12 @@ def _watching() -> Iterator[list[str]]:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+    told: dict[Any, int] = {}  # what else was seen is said after all, once each
     for each in seen:
         if SYNCHRONIZING in str(each.message):
             waits.append(f"it waits for the GPU, at {each.filename}:{each.lineno}")
         else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            warnings.warn_explicit(str(each.message), each.category, each.filename, each.lineno, registry=told)
 
 
 def _lack_of_room(graph: int, free: int) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_step import made, result_of, sequences, share
+from one_step import made, sequences, share
 from processes import Ranks, on_ranks
 from support import build, nano
 from support import recipe as recipes
@@ -67,25 +67,44 @@ def test_half_of_the_shared_expert_runs_while_tokens_are_on_the_wire(gate: str) 
         assert backward == [*codes, "down", *arrived, *home, "gate_up", *at_home]
 
 
-def steps_both_ways(ranks: Ranks, recipe: str, gate: str) -> list[str]:
+def gradients_both_ways(ranks: Ranks, recipe: str, gate: str, device: str) -> list[str]:
     """Parameters whose gradients differ where every transfer is waited for at once."""
 
     def at_once(wire: GroupWire, rows: Any, real: Any) -> Any:
         there = real(wire, rows)()
         return lambda: there
 
-    gradients = []
+    on_gpu = device == "cuda"
+    model = build(nano(**{**(WIDE if on_gpu else {}), "layers": 3}), recipes(recipe, f"gate={gate}"))
+    deal_out(model, ranks)
+    model = model.to(torch.device(device, ranks.local) if on_gpu else device)
+    model.invalidate_codes()
+    found: list[dict[str, torch.Tensor]] = []
     for waiting in (False, True):
         for name in ("send", "send_back") if waiting else ():
             setattr(GroupWire, name, partialmethod(at_once, real=getattr(GroupWire, name)))
-        model, optimizer = made(recipe, f"gate={gate}", ranks=ranks)
-        gradients.append(result_of(model, optimizer, share(sequences(), ranks.index, ranks.count, 2), ranks)["gradients"])
-    return [name for name, each in gradients[0].items() if not torch.equal(each, gradients[1][name])]
+        model.zero_grad()
+        for number in range(2):
+            window = tokens(2 * number + ranks.index, 128 if on_gpu else 20, 4)[0].tokens.to(model.embedding.device)
+            losses = model(window)
+            model.objective(losses, losses.totals).backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    assert all(each.any() for each in found[0].values())
+    return [name for name, each in found[0].items() if not torch.equal(each, found[1][name])]
 
 
-@pytest.mark.parametrize(("recipe", "gate"), [("dsv3", "before"), ("dsv3", "after"), ("bf16", "before")])
-def test_a_step_has_the_bits_of_one_that_waits_for_every_transfer(recipe: str, gate: str) -> None:
-    assert on_ranks(2, steps_both_ways, recipe, gate, expert=2) == [[], []]
+WAYS = [("dsv3", "before"), ("dsv3", "after"), ("bf16", "before")]
+
+
+@pytest.mark.parametrize(("recipe", "gate"), WAYS)
+def test_gradients_have_the_bits_of_a_step_that_waits_for_every_transfer(recipe: str, gate: str) -> None:
+    assert on_ranks(2, gradients_both_ways, recipe, gate, "cpu", expert=2) == [[], []]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("recipe", "gate"), WAYS)
+def test_gradients_of_two_gpus_have_the_bits_of_a_step_that_waits_for_every_transfer(recipe: str, gate: str) -> None:
+    assert on_ranks(2, gradients_both_ways, recipe, gate, "cuda", expert=2, device="cuda") == [[], []]
 
 
 def host_reads(ranks: Ranks, recipe: str) -> tuple[int, int]:
