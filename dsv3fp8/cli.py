@@ -130,6 +130,13 @@ def generate(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def consolidate(arguments: list[str]) -> int:
+    """Write all weights of a checkpoint into one file, however many ranks wrote it."""
+    from dsv3fp8.training.consolidate import main
+
+    return main(arguments)
+
+
 def map_(arguments: list[str]) -> int:
     """Run one block and draw what precision everything ran in, forward and backward."""
     from dsv3fp8.observe.map.command import main
@@ -196,8 +203,8 @@ def doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train, "compare": compare, "generate": generate, "export": export, "import": import_, "map": map_, "drift": drift,
-    "bench": bench, "plan": plan, "doctor": doctor,
+    "train": train, "compare": compare, "generate": generate, "consolidate": consolidate, "export": export,
+    "import": import_, "map": map_, "drift": drift, "bench": bench, "plan": plan, "doctor": doctor,
 }  # fmt: skip
 
 
@@ -237,7 +244,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<13}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items())
     return (
         f"Usage: dsv3fp8 COMMAND [key=value …]   (version {__version__}; also: python -m dsv3fp8 COMMAND)\n\n"
         f"{commands}\n\n"

@@ -56,7 +56,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_command_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    commands = "train, compare, generate, export, import, map, drift, bench, plan, doctor"
+    commands = "train, compare, generate, consolidate, export, import, map, drift, bench, plan, doctor"
     assert error_line(capsys) == f"dsv3fp8: error: trian: no such command; there are {commands}"
     assert cli.main(["recipe=bf16"]) == 2
     assert "did you mean `train recipe=bf16`?" in error_line(capsys)

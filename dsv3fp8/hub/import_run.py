@@ -23,12 +23,11 @@ from dsv3fp8.hub.tokenizer import is_byte_tokenizer
 from dsv3fp8.hub.whole import check_new, new_directory
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.rope import uses_yarn
-from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.checks import context_problems, fit_vocabulary
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, checkpoint_bytes, checkpoint_files
+from dsv3fp8.training.state import TrainingState, checkpoint_bytes, save_checkpoint
 from dsv3fp8.yaml_text import dump_yaml
 
 HELP = ("-h", "--help", "help")
@@ -83,8 +82,7 @@ def import_directory(source: Path, words: list[str]) -> None:
             tokenizer.save(RunDirectory(directory).tokenizer)
         origin = {"from": str(source.absolute()), "config": data}
         (directory / "imported.json").write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        files = checkpoint_files(TrainingState(), model, optimizer, config.to_dict())
-        save_checkpoint(RunDirectory(directory).checkpoints, 0, files, config.training.keep)
+        save_checkpoint(RunDirectory(directory).checkpoints, TrainingState(), model, optimizer, config.to_dict())
     if left_out:
         notes.append(f"left out: {left_out[0]}" + (f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
     print(f"{source}: {sum(p.numel() for p in model.parameters()):,} weights are in {run_dir} as its step 0")

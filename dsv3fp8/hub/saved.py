@@ -8,10 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from dsv3fp8.config import RunConfig
-from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint import list_checkpoints, load_file
+from dsv3fp8.training.checkpoint import open_checkpoint
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, load_state
+from dsv3fp8.training.state import TrainingState, load_state, weight_names
 
 
 @dataclass
@@ -26,12 +25,7 @@ class Saved:
 
 def read_saved(run: str, step: int | None = None) -> Saved:
     """The checkpoint of a step, or the newest. Raises UserError, naming run= or step=, where there is none."""
-    directory = RunDirectory(Path(run))
-    checkpoints = dict(list_checkpoints(directory.checkpoints))
-    if not checkpoints:
-        raise UserError(f"run={run} has no checkpoint: give the run directory of `dsv3fp8 train`")
-    chosen = max(checkpoints) if step is None else step
-    if chosen not in checkpoints:
-        raise UserError(f"step={step}: run={run} has checkpoints of steps {', '.join(map(str, checkpoints))}")
-    state, config, _ = load_state(checkpoints[chosen])
-    return Saved(directory, RunConfig.from_dict(config), state, load_file(checkpoints[chosen], "model"))
+    checkpoint = open_checkpoint(run, step)
+    state, config = load_state(checkpoint)
+    tensors = {name: checkpoint.read(full) for name, full in weight_names(checkpoint).items()}
+    return Saved(RunDirectory(Path(run)), RunConfig.from_dict(config), state, tensors)

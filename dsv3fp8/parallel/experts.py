@@ -32,7 +32,7 @@ def deal_out(model: Transformer, ranks: Ranks) -> None:
     model.invalidate_codes()
 
 
-def expert_names(model: Transformer) -> list[str]:
+def expert_names(model: nn.Module) -> list[str]:
     """The parameters that are stacks of experts."""
     return [f"{prefix}.{stack}" for prefix, _ in _routed(model) for stack in STACKS]
 

@@ -7,19 +7,15 @@ plain tensor is whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dsv3fp8.parallel.experts import expert_names
 from dsv3fp8.parallel.ranks import Ranks
 
-if TYPE_CHECKING:
-    from dsv3fp8.model.transformer import Transformer
 
-
-def place(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+def place(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Tensors by parameter name (weights, moments, gradients) as what they are parts of; nothing is copied or sent.
 
     Stacks of experts [E / P, …] that are dealt out become DTensors [E, …] over ranks.expert_mesh: replicas hold the same,

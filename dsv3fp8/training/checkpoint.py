@@ -1,170 +1,189 @@
-"""Checkpoints that are either whole or not there.
+"""A checkpoint on disk, read by as many ranks as there are now, whoever wrote it.
 
-A checkpoint is a directory ``step-00001000`` of a few files written by ``torch.save``. It is written under a temporary
-name, flushed to the disk and renamed, and only then is an older one deleted: a kill, a full disk or a lost machine
-leaves the previous checkpoint as it was. The files hold plain containers and tensors alone, so that ``weights_only``
-loading reads them and no version of a configuration library is needed to open an old one.
+``index.json`` says what is in it: the tensors with dtype and shape, the files with size and checksum, and the run's state.
+``00000.safetensors`` and on hold what each rank wrote; their headers say which part of a tensor that is, in the words that
+PyTorch's own reader of such files (``torch.distributed.checkpoint.HuggingFaceStorageReader``) knows. DCP's planner decides
+which parts a rank reads. JSON and bytes are all there is: nothing that is read can run.
 """
 
-import os
-import re
-import resource
-import shutil
-from collections.abc import Mapping
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
+from dsv3fp8.training.checkpoint_file import DTYPES, SUFFIX, Entry, bytes_of, read_header, read_tensor
+from dsv3fp8.training.run_directory import RunDirectory
 
-NAME = re.compile(r"step-(\d+)")
-TEMPORARY = ".writing-"
-# Room kept for the logs beside the checkpoints.
-SPARE_BYTES = 16 << 20
-# Wrappers of torch that put themselves into parameter names.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without the parts that torch.compile and other wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+INDEX = "index.json"
+FORMAT = "dsv3fp8 checkpoint 1"
+# Texts in a file's header. The first is PyTorch's, with its key for where in the whole tensor a part begins.
+SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+CHECKSUMS, RANDOM = "crc32", "random"
+READERS = 4  # threads of a rank
 
 
-def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every whole checkpoint, oldest first by step number; whatever else is there is ignored."""
-    if not directory.is_dir():
-        return []
-    found = ((NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+def file_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"{rank:05d}{SUFFIX}"
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Delete what a killed process was writing or deleting. Call it only under the run directory's lock."""
-    for path in directory.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path)
+@dataclass(frozen=True)
+class _Part:
+    """Where a part of a tensor lies, and the CRC-32 of its bytes."""
+
+    file: Path
+    entry: Entry
+    checksum: int
 
 
-def save_checkpoint(directory: Path, step: int, files: Mapping[str, Any], keep: int) -> Path:
-    """Write ``directory/step-NNNNNNNN/<name>.pt`` for each of `files`, then delete all but the newest `keep`.
+class Checkpoint:
+    """Opening one reads its index; the rest is read when it is asked for.
 
-    On failure (a full disk, a file size limit) nothing of it stays, older checkpoints are untouched and UserError names
-    the file.
+    tensors: {name: (dtype, shape)}, whole. state: plain containers, as they were saved. Whatever is missing, damaged or of
+    another kind is a UserError that names the file.
     """
-    target = directory / f"step-{step:08d}"
-    temporary = directory / f"{TEMPORARY}{target.name}"
-    assert not target.exists(), f"{target} is already there"
-    path = temporary
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, content in files.items():
-            path = temporary / f"{name}.pt"
-            with path.open("wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-        _flush_directory(temporary)
-        temporary.rename(target)
-        _flush_directory(directory)
-    # torch's writer turns an OSError of the file below it into a RuntimeError of its own.
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(_cannot_write(path, directory, error)) from error
-    for _, old in list_checkpoints(directory)[:-keep]:
-        # Renamed first: a kill halfway must not leave half a checkpoint under a good name.
-        shutil.rmtree(old.rename(directory / f"{TEMPORARY}{old.name}"))
-    return target
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._reading(INDEX):
+            index = json.loads((path / INDEX).read_bytes())
+            if index["format"] != FORMAT:
+                raise ValueError(f"its format is {index['format']}, not {FORMAT}")
+            self.state: dict[str, Any] = index["state"]
+            self._files = {str(name): (int(size), int(crc)) for name, (size, crc) in index["files"].items()}
+            self.tensors = {
+                str(name): (DTYPES[dtype], tuple(map(int, shape))) for name, (dtype, shape) in index["tensors"].items()
+            }
+
+    def random_states(self, rank: int) -> dict[str, Any] | None:
+        """What this rank saved of its generators; None if there was no such rank."""
+        if file_name(rank) not in self._files:
+            return None
+        with self._reading(file_name(rank)):
+            return json.loads(self._header(file_name(rank))[1][RANDOM])
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        dtype, shape = self.tensors[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.read_into({name: tensor})
+        return tensor
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors by name: plain ones whole, DTensors with what this rank has of them. Shapes agree; dtypes are cast."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({name: tensor.detach() for name, tensor in tensors.items()}, self._metadata)
+        wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            assert item.storage_index.offset is not None
+            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+
+        def read(place: tuple[str, tuple[int, ...]]) -> None:
+            part = self._parts[place]
+            with self._reading(part.file.name):
+                data = read_tensor(part.file, part.entry)
+                if zlib.crc32(bytes_of(data)) != part.checksum:
+                    raise ValueError(f"the bytes of {place[0]} are not those that were written")
+            for item in wanted[place]:
+                source = data
+                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    source = source.narrow(dim, offset, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(source)
+                planner.commit_tensor(item, target)
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(read, wanted):
+                pass
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        """What DCP's planner plans by."""
+        chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in self.tensors}
+        for (name, offsets), part in self._parts.items():
+            chunks[name].append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(part.entry.shape)))
+        described: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks[name])
+            for name, (dtype, shape) in self.tensors.items()
+        }
+        return Metadata(described)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, tuple[int, ...]], _Part]:
+        """By name and offsets; together they are checked to be all of every tensor."""
+        parts: dict[tuple[str, tuple[int, ...]], _Part] = {}
+        missing = {name: prod(shape) for name, (_, shape) in self.tensors.items()}
+        for file in self._files:
+            with self._reading(file):
+                entries, metadata = self._header(file)
+                sharding, checksums = json.loads(metadata[SHARDING]), json.loads(metadata[CHECKSUMS])
+                for name, entry in entries.items():
+                    offsets = tuple(map(int, sharding[name][OFFSETS]))
+                    dtype, shape = self.tensors[name]
+                    ends = [offset + size for offset, size in zip(offsets, entry.shape, strict=True)]
+                    if dtype != entry.dtype or min(offsets, default=0) < 0 or any(map(int.__gt__, ends, shape)):
+                        raise ValueError(f"{name} does not fit into what {INDEX} says of it")
+                    parts[name, offsets] = _Part(self.path / file, entry, int(checksums[name]))
+                    missing[name] -= prod(entry.shape)
+        with self._reading(INDEX):
+            for name, count in missing.items():
+                if count:
+                    raise ValueError(f"the files do not hold {name} once and whole")
+        return parts
+
+    def _header(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
+        size, checksum = self._files[file]
+        found = (self.path / file).stat().st_size
+        if found != size:
+            raise ValueError(f"it has {found} bytes, not {size}")
+        return read_header(self.path / file, checksum)
+
+    @contextmanager
+    def _reading(self, file: str) -> Iterator[None]:
+        """Say which file is at fault, in one line."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise UserError(
+                f"checkpoint {self.path} has no file {file}: it is not whole, or of another version; delete that directory to "
+                "go back to the checkpoint before it"
+            ) from None
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+            if "allocate memory" in str(error):
+                raise  # nothing is wrong with the file
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise UserError(
+                f"checkpoint file {self.path / file} is damaged ({reason}): delete {self.path} to go back to the checkpoint "
+                "before it"
+            ) from error
 
 
-def _flush_directory(directory: Path) -> None:
-    """Make names, not only contents, survive a lost machine."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _cannot_write(path: Path, directory: Path, error: Exception) -> str:
-    kept = list_checkpoints(directory)
-    previous = f"the checkpoint of step {kept[-1][0]} is kept" if kept else "no earlier checkpoint exists"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    free = shutil.disk_usage(directory).free if directory.is_dir() else 0
-    return (
-        f"cannot write checkpoint {path.parent.name.removeprefix(TEMPORARY)}/{path.name} in {directory}: {reason} "
-        f"({_gb(free)} free); {previous}: free some space or set run_dir= or training.keep= and run again"
-    )
-
-
-def check_space(directory: Path, needed: int, keep: int) -> None:
-    """Raise UserError unless the file system has room for the checkpoints to come, each of about `needed` bytes.
-
-    One more than `keep` exist for a moment, since an old one goes only after the new one is safe.
-    """
-    missing = max(1, keep + 1 - len(list_checkpoints(directory))) * needed + SPARE_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < missing:
-        raise UserError(
-            f"run_dir={directory.parent} has {_gb(free)} free, but its checkpoints need {_gb(missing)} more: free some "
-            f"space, set run_dir= to another disk, training.keep={keep} to fewer or optimizer.moments=bf16"
-        )
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise UserError(
-            f"run_dir={directory.parent}: this process may write files of at most {_gb(limit)} (ulimit -f), but a "
-            f"checkpoint needs {_gb(needed)}: raise the limit"
-        )
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
-
-
-def load_file(checkpoint: Path, name: str) -> Any:
-    """Content of one file of a checkpoint, on the CPU; UserError if it is missing, truncated or holds code."""
-    path = checkpoint / f"{name}.pt"
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"checkpoint {checkpoint} has no file {path.name}: delete that directory to go back") from None
-    except Exception as error:  # torch raises RuntimeError, EOFError, UnpicklingError and others for broken files
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise  # nothing is wrong with the file
-        # Its first sentence alone: torch goes on to recommend loading without weights_only, which runs what the file holds.
-        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"checkpoint file {path} is damaged ({reason}): delete {checkpoint} to go back to the checkpoint before it"
-        ) from error
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters and buffers by canonical name; not copied."""
-    return {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
-
-
-def load_model(model: nn.Module, saved: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Load saved tensors into the model; UserError unless names, shapes and dtypes all agree.
-
-    Nothing is loaded partly or cast: a name that does not fit would leave random weights behind, and a cast would lose
-    bits of a buffer.
-    """
-    wrapped = {canonical_name(name): name for name in model.state_dict()}
-    own = model_tensors(model)
-    differences = [f"it lacks {name}" for name in own if name not in saved]
-    differences += [f"it has {name}, which this model has not" for name in saved if name not in own]
-    for name in own:
-        if name in saved and (saved[name].shape != own[name].shape or saved[name].dtype != own[name].dtype):
-            there, here = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (saved[name], own[name]))
-            differences.append(f"{name} is {there} there and {here} here")
-    if differences:
-        more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
-        raise UserError(
-            f"checkpoint {checkpoint} is of another model: {differences[0]}{more}; start in another run_dir or give "
-            "the model it was trained with"
-        )
-    try:
-        model.load_state_dict({wrapped[name]: tensor for name, tensor in saved.items()})
-    except ValueError as error:
-        raise UserError(f"checkpoint {checkpoint} cannot be used: {error}") from error
+def open_checkpoint(run: str, step: int | None) -> Checkpoint:
+    """A run's checkpoint of a step, its newest for None; UserError, with the keys run= and step=, if there is none."""
+    found = dict(list_checkpoints(RunDirectory(Path(run)).checkpoints))
+    if not found:
+        raise UserError(f"run={run} has no checkpoint: give the run directory of `dsv3fp8 train`")
+    wanted = max(found) if step is None else step
+    if wanted not in found:
+        raise UserError(f"step={wanted}: run={run} has checkpoints of steps {', '.join(map(str, found))}")
+    return Checkpoint(found[wanted])

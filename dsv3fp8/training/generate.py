@@ -14,14 +14,13 @@ from torch import Tensor
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Tokenizer, load_tokenizer
-from dsv3fp8.errors import UserError
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.schema import build, key_values, leaves
-from dsv3fp8.training.checkpoint import list_checkpoints, load_file, load_model
+from dsv3fp8.training.checkpoint import open_checkpoint
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import load_state
+from dsv3fp8.training.state import load_state, load_weights
 
 HELP = ("-h", "--help", "help")
 # What decoding shows for the first bytes of a character whose last ones are yet to come.
@@ -86,21 +85,15 @@ def help_text() -> str:
 
 def load(config: GenerateConfig) -> tuple[Transformer, Tokenizer, int]:
     """(model in evaluation mode, tokenizer, longest context it was trained on) of a run; UserError if it has none."""
-    directory = RunDirectory(Path(config.run))
-    checkpoints = dict(list_checkpoints(directory.checkpoints))
-    if not checkpoints:
-        raise UserError(f"run={config.run} has no checkpoint: give the run directory of `dsv3fp8 train`")
-    step = max(checkpoints) if config.step is None else config.step
-    if step not in checkpoints:
-        raise UserError(f"step={step}: run={config.run} has checkpoints of steps {', '.join(map(str, checkpoints))}")
+    checkpoint = open_checkpoint(config.run, config.step)
     raise_problems(device_problems("device", config.device))
     device = select_device(config.device)
-    tokenizer = load_tokenizer(directory.tokenizer)
-    trained = RunConfig.from_dict(load_state(checkpoints[step])[1])
+    tokenizer = load_tokenizer(RunDirectory(Path(config.run)).tokenizer)
+    trained = RunConfig.from_dict(load_state(checkpoint)[1])
     with device:
         model = Transformer(trained.model, trained.recipe)
     model.initialize(seed=0)  # defines what a checkpoint leaves out, such as counters of the current step
-    load_model(model, load_file(checkpoints[step], "model"), checkpoints[step])
+    load_weights(checkpoint, model)
     model.eval()
     return model, tokenizer, trained.training.context
 

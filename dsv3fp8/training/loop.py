@@ -17,7 +17,6 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.parallel.ranks import join
 from dsv3fp8.precision.flush import FlushMeter, flushed_share, measure_flush
-from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.checks import select_device, validate_run
 from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.metrics import expert_balance
@@ -29,7 +28,7 @@ from dsv3fp8.training.schedule import learning_rate
 from dsv3fp8.training.setup import Run, finished_line, prepare
 from dsv3fp8.training.signals import StopRequest
 from dsv3fp8.training.speed import Speedometer, memory
-from dsv3fp8.training.state import checkpoint_files
+from dsv3fp8.training.state import begin_checkpoint
 from dsv3fp8.training.step import StepResult, train_step, validate
 
 # Values flushed to zero are counted on every so many logged steps: counting makes a step of the CPU reference 19 % longer.
@@ -54,6 +53,7 @@ def train(config: RunConfig) -> int:
                 print(finished_line(config), flush=True)
             return 0
         stack.enter_context(run.batches)
+        stack.callback(run.saver.close)
         if ranks.first:
             record_start(run)
         return Loop(run, stack).run_steps()
@@ -95,8 +95,10 @@ class Loop:
                 assert stop.signal is not None
                 if self._saved_step != state.step:
                     self._save()
+                run.saver.wait()
                 self.records.conclude(f"{stop.signal.name}: saved after step {state.step}; run again to go on from there")
                 return stop.exit_code
+            run.saver.wait()
         if run.ranks.first:
             self.records.conclude(summary(run, record))
         return 0
@@ -200,13 +202,11 @@ class Loop:
         return {"validation_loss": loss, "validation_bits_per_byte": store.bits_per_byte(loss)}
 
     def _save(self) -> None:
+        """Begin a checkpoint; it is written while training goes on."""
         run = self.run
         self.speed.pause()
         self.records.sync()
-        files = checkpoint_files(self.state, run.model, run.optimizer, run.config.to_dict(), run.ranks)
-        if run.ranks.first:
-            save_checkpoint(run.directory.checkpoints, self.state.step, files, self.training.keep)
-        run.ranks.wait()
+        begin_checkpoint(run.saver, self.state, run.model, run.optimizer, run.config.to_dict(), run.ranks)
         self._saved_step, self._checkpoint_due = self.state.step, False
         self.speed.resume()
 

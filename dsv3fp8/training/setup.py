@@ -18,14 +18,16 @@ from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.parallel.experts import deal_out
 from dsv3fp8.parallel.ranks import ALONE, Ranks
-from dsv3fp8.training.checkpoint import check_space, list_checkpoints, remove_unfinished
+from dsv3fp8.training.checkpoint import Checkpoint
+from dsv3fp8.training.checkpoint_directory import check_file_size, check_space, list_checkpoints, remove_unfinished
+from dsv3fp8.training.checkpoint_saver import Saver
 from dsv3fp8.training.checks import fit_vocabulary
 from dsv3fp8.training.graph import choose_steps
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, checkpoint_bytes, load_state, restore, restore_random_states
+from dsv3fp8.training.state import TrainingState, checkpoint_bytes, load_state, restore, restore_random_states, run_tensors
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Run:
     batches: TrainBatches
     model: Transformer
     optimizer: AdamW
+    saver: Saver
     state: TrainingState
     # Whether it goes on with other settings than those its checkpoint was made under.
     forked: bool
@@ -57,13 +60,14 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     """
     if ranks.first:
         remove_unfinished(directory.checkpoints)
-    saved = ranks.from_first(list_checkpoints(directory.checkpoints))
-    state, random_states = TrainingState(), None
+    found = ranks.from_first(list_checkpoints(directory.checkpoints))
+    saved = Checkpoint(found[-1][1]) if found else None
+    state = TrainingState()
     changed: dict[str, tuple[Any, Any]] = {}
     # Weights from elsewhere, which have seen no data of this run.
     imported = False
     if saved:
-        state, saved_config, random_states = load_state(saved[-1][1])
+        state, saved_config = load_state(saved)
         imported = state.corpus is None
         changed = changed_keys(saved_config, config.to_dict())
         if config.resume != "fork":
@@ -88,12 +92,8 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
 
     model, optimizer = build(config, device, ranks)
-    if ranks.first:
-        try:
-            directory.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
-        check_space(directory.checkpoints, checkpoint_bytes(model, optimizer, ranks), config.training.keep)
+    saver = Saver(directory.checkpoints, config.training.keep, run_tensors(model, optimizer, ranks), ranks)
+    _check_room(directory, saver, checkpoint_bytes(model, optimizer, ranks), config.training.keep, ranks)
     training = config.training
     batches = TrainBatches(
         corpus.train,
@@ -107,16 +107,17 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     )
     notes = []
     if saved:
-        restore(saved[-1][1], model, optimizer, ranks, new_scales=any(key.startswith("recipe.") for key in changed))
-        notes.append(f"going on after step {state.step}, from {saved[-1][1]}")
+        restore(saved, model, optimizer, ranks, new_scales=any(key.startswith("recipe.") for key in changed))
+        notes.append(f"going on after step {state.step}, from {saved.path}")
         notes += _take_position(batches, state, config.resume)
         if changed:
             state.wandb_id = None  # another curve is another run there
             notes.append(f"forked with other settings: {', '.join(changed)}")
+        random_states = saved.random_states(ranks.index)
         if random_states and not imported:
-            restore_random_states(random_states)
+            restore_random_states(random_states, device)
     steps = choose_steps(config, device)
-    return Run(config, directory, device, ranks, corpus, batches, model, optimizer, state, bool(changed), notes, steps)
+    return Run(config, directory, device, ranks, corpus, batches, model, optimizer, saver, state, bool(changed), notes, steps)
 
 
 def build(
@@ -134,6 +135,17 @@ def build(
         draw(model)
     deal_out(model, ranks)
     return model, AdamW(model.parameter_groups(), config.optimizer)
+
+
+def _check_room(directory: RunDirectory, saver: Saver, needed: int, keep: int, ranks: Ranks) -> None:
+    """Make the directory of the checkpoints; UserError where there is no room for them."""
+    if ranks.first:
+        try:
+            directory.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory.checkpoints} cannot be made: {error.strerror}; choose another run_dir=") from error
+        check_space(directory.checkpoints, needed, keep)
+    check_file_size(directory.checkpoints, saver.share_bytes)
 
 
 def _take_position(batches: TrainBatches, state: TrainingState, resume: str) -> list[str]:

@@ -101,6 +101,30 @@ def test_a_position_carries_over_to_another_batch_size_and_number_of_ranks() -> 
     assert [window for rank in ranks for window in starts(next(rank), 10)] == expected[4:8]
 
 
+layouts = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(1, 4))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(layouts, min_size=2, max_size=5), st.integers(30, 120), st.integers(0, 5))
+def test_a_position_re_splits_without_repeating_or_losing_a_window(layout: list[tuple], tokens: int, seed: int) -> None:
+    """4 ranks, then 2, then 1, or any others, with batches of any size, even or not: together they are one stream."""
+    store, state, stream = numbered(tokens), None, []
+    for world, sequences, workers, steps in [(4, 3, 0, 2), (2, 5, 1, 1), (1, 1, 0, 3), *layout]:
+        ranks = [TrainBatches(store, sequences, 7, seed, workers=workers, rank=rank, world=world) for rank in range(world)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state(state)
+        for _ in range(steps):
+            stream += [window for rank in ranks for window in starts(next(rank), 7)]
+        states = [rank.state() for rank in ranks]
+        assert all(each == states[0] for each in states), "any rank's position is that of all"
+        state = states[0]
+        for rank in ranks:
+            rank.close()
+    expected = [starts(batch, 7)[0] for batch in islice(TrainBatches(store, 1, 7, seed), len(stream))]
+    assert stream == expected
+
+
 def test_a_position_is_plain_values() -> None:
     state = TrainBatches(numbered(50), 1, 4, 0).state()
     assert all(type(value) in (int, str) for value in state.values())

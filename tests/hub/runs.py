@@ -9,10 +9,9 @@ from torch import Tensor
 from dsv3fp8.config import load_config
 from dsv3fp8.data.tokenizer import ByteTokenizer, Tokenizer
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, checkpoint_files
+from dsv3fp8.training.state import TrainingState, save_checkpoint
 
 NANO = (
     "data=synthetic", "model.vocab_size=320", "model.dim=48", "model.layers=2", "model.heads=2", "model.q_latent=24",
@@ -38,8 +37,8 @@ def make_run(path: Path, *words: str, tokenizer: Tokenizer | None = None) -> Tra
         if name.endswith("router.bias") and config.model.score == "sigmoid":
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     state = TrainingState(step=5, tokens=5 * 8 * 32, corpus="0" * 64)
-    files = checkpoint_files(state, model, AdamW(model.parameter_groups(), config.optimizer), config.to_dict())
-    save_checkpoint(RunDirectory(path).checkpoints, 5, files, keep=1)
+    optimizer = AdamW(model.parameter_groups(), config.optimizer)
+    save_checkpoint(RunDirectory(path).checkpoints, state, model, optimizer, config.to_dict())
     (tokenizer or ByteTokenizer()).save(RunDirectory(path).tokenizer)
     return model.eval()
 

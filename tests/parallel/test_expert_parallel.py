@@ -1,6 +1,5 @@
 """Experts dealt out over 2 and 4 ranks against one rank that holds them all."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,7 @@ from dsv3fp8.data import Batch
 from dsv3fp8.parallel import reduction
 from dsv3fp8.parallel.experts import expert_names
 from dsv3fp8.precision import ledger
-from dsv3fp8.training.checkpoint import save_checkpoint
-from dsv3fp8.training.state import TrainingState, checkpoint_files, restore
-from dsv3fp8.training.step import train_step, validate
+from dsv3fp8.training.step import train_step
 
 
 def holds(rank: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
@@ -153,33 +150,3 @@ def test_experts_without_tokens_and_a_rank_without_any() -> None:
         for name, each in rank["gradients"].items():
             assert np.isfinite(each).all(), name
             assert not name.endswith(("experts.gate_up", "experts.down")) or not each[4:].any()
-
-
-def train_and_save(ranks: Ranks, folder: Path) -> float:
-    model, optimizer = made("dsv3", ranks=ranks)
-    for seed in range(2):
-        train_step(model, optimizer, share(sequences(seed), ranks.index, ranks.count), 1e-2, 1.0, ranks)
-    files = checkpoint_files(TrainingState(step=2), model, optimizer, {}, ranks)
-    if ranks.first:
-        save_checkpoint(folder, 2, files, keep=1)
-    ranks.wait()
-    return validate(model, share(sequences(9), ranks.index, ranks.count), torch.device("cpu"), ranks)
-
-
-def load_and_validate(ranks: Ranks, folder: Path) -> tuple[float, list[float]]:
-    model, optimizer = made("dsv3", ranks=ranks)
-    restore(folder / "step-00000002", model, optimizer, ranks)
-    again = checkpoint_files(TrainingState(step=2), model, optimizer, {}, ranks)
-    loss = validate(model, share(sequences(9), ranks.index, ranks.count), torch.device("cpu"), ranks)
-    return loss, [float(each.double().sum()) for kind in ("first", "second") for each in again["optimizer"][kind].values()]
-
-
-def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(tmp_path: Path) -> None:
-    """K01, K13: experts dealt out otherwise, or not at all."""
-    losses = on_ranks(4, train_and_save, tmp_path, expert=2)
-    assert len(set(losses)) == 1
-    loss, moments = load_and_validate(Ranks(), tmp_path)
-    assert loss == pytest.approx(losses[0], rel=1e-6)
-    for expert in (1, 2):
-        for other in on_ranks(2, load_and_validate, tmp_path, expert=expert):
-            assert other == (pytest.approx(loss, rel=1e-6), moments)

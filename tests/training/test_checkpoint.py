@@ -1,197 +1,138 @@
-"""What survives a kill, a full disk, another model and a broken file."""
+"""Reading a checkpoint: with PyTorch's own reader beside ours, and when files are missing, damaged or of another kind."""
 
-import os
-import resource
+import json
+import pickle
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from checkpoints import save_tensors
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.training import checkpoint
-from dsv3fp8.training.checkpoint import (
-    canonical_name,
-    check_space,
-    list_checkpoints,
-    load_file,
-    load_model,
-    model_tensors,
-    remove_unfinished,
-    save_checkpoint,
-)
+from dsv3fp8.training.checkpoint import Checkpoint, open_checkpoint
+
+TENSORS = {"model.w": torch.arange(1000.0).view(50, 20), "model.steps": torch.tensor(7), "first.w": torch.ones(3).bfloat16()}
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-def test_the_newest_two_stay_by_step_number_and_stray_files_are_ignored(tmp_path: Path) -> None:
-    """K11: a string sort would delete step 1000 as the smallest; step-foo is nobody's checkpoint."""
-    (tmp_path / "step-foo").mkdir()
-    (tmp_path / "step-00000001").write_text("a file, not a checkpoint")
-    (tmp_path / "step-900").mkdir()  # without padding: order must not hang on it
-    for step in (950, 1000):
-        save_checkpoint(tmp_path, step, {"state": {"step": step}}, keep=2)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [950, 1000]
-    assert names(tmp_path) == ["step-00000001", "step-00000950", "step-00001000", "step-foo"]
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return save_tensors(tmp_path, 1, TENSORS, tokens=5)
 
 
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K11: keep=1 must have no moment without a whole checkpoint."""
-    save_checkpoint(tmp_path, 1, {"state": {"step": 1}}, keep=1)
-    seen = []
-    real = checkpoint._flush_directory
-
-    def spy(directory: Path) -> None:
-        seen.append([step for step, _ in list_checkpoints(tmp_path)])
-        real(directory)
-
-    monkeypatch.setattr(checkpoint, "_flush_directory", spy)
-    save_checkpoint(tmp_path, 2, {"state": {"step": 2}}, keep=1)
-    assert seen == [[1], [1, 2]]
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [2]
+def test_everything_comes_back(written: Path) -> None:
+    read = read_all(written)
+    assert list(read) == list(TENSORS)
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert Checkpoint(written).state == {"step": 1, "tokens": 5}
 
 
-def test_what_a_killed_process_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 5, {"state": {"step": 5}}, keep=2)
-    half = tmp_path / ".writing-step-00000010"
-    half.mkdir()
-    (half / "model.pt").write_bytes(b"half")
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
-    remove_unfinished(tmp_path)
-    assert names(tmp_path) == ["step-00000005"]
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorch_reads_it_too(written: Path) -> None:
+    """Its reader of sharded safetensors files, which knows nothing of the index."""
+    read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(written)))
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
-LIMITED = """
-import resource, sys, torch
-from pathlib import Path
-from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint import save_checkpoint
-directory = Path(sys.argv[1])
-save_checkpoint(directory, 1, {"model": {"w": torch.zeros(10)}}, keep=1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    save_checkpoint(directory, 2, {"state": {"step": 2}, "model": {"w": torch.zeros(1 << 20)}}, keep=1)
-except UserError as error:
-    print(error)
-"""
+def test_a_tensor_is_read_into_another_dtype_where_it_lies(written: Path) -> None:
+    target = torch.zeros(3)
+    Checkpoint(written).read_into({"first.w": target})
+    assert torch.equal(target, torch.ones(3))
 
 
-def test_a_write_that_fails_keeps_the_previous_checkpoint_and_removes_its_own_files(tmp_path: Path) -> None:
-    """K10: a 4 MB tensor under a file size limit of 1 MB."""
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("cannot write checkpoint step-00000002/model.pt")
-    assert "the checkpoint of step 1 is kept" in line
-    assert names(tmp_path) == ["step-00000001"]
-    assert load_file(tmp_path / "step-00000001", "model")["w"].shape == (10,)
+PAYLOAD, INDEX = "00000.safetensors", "index.json"
 
 
-def test_a_full_disk_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K10."""
-
-    def full(content: Any, file: Any) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match=r"No space left on device.*no earlier checkpoint exists"):
-        save_checkpoint(tmp_path, 1, {"model": {}}, keep=1)
-    assert names(tmp_path) == []
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_too_little_space_is_found_before_the_run_starts(tmp_path: Path) -> None:
-    """K10."""
-    check_space(tmp_path, needed=1000, keep=2)
-    with pytest.raises(UserError, match=r"training\.keep=2 to fewer"):
-        check_space(tmp_path, needed=1 << 60, keep=2)
+def flip(place: int) -> Callable[[Path], None]:
+    """One bit, so many bytes from the start or the end."""
+
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(bytes(data))
+
+    return change
 
 
-def test_a_file_size_limit_is_found_before_the_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K10."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    with pytest.raises(UserError, match=r"at most 0\.00105 GB \(ulimit -f\).*needs 0\.002 GB"):
-        check_space(tmp_path, needed=2_000_000, keep=2)
+class Dangerous:
+    """What a hostile file would hold."""
+
+    def __reduce__(self) -> Any:
+        return subprocess.Popen, (["touch", "/tmp/pwned"],)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "code"])
-def test_a_damaged_file_is_one_line_with_its_name(tmp_path: Path, damage: str) -> None:
-    target = save_checkpoint(tmp_path, 1, {"model": {"w": torch.arange(1000)}}, keep=1)
-    path = target / "model.pt"
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:2000])
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "missing":
-        path.unlink()
-    else:
-        torch.save({"w": subprocess.Popen}, path)
-    with pytest.raises(UserError, match=r"model\.pt.*delete") as error:
-        load_file(target, "model")
-    assert "\n" not in str(error.value)
-    assert "weights_only" not in str(error.value)  # torch's advice to load it without: it would run what the file holds
+def in_index(change: Callable[[dict], Any]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        index = json.loads(path.read_text())
+        change(index)
+        path.write_text(json.dumps(index))
 
-
-class Layered(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.block = nn.Linear(width, width)
-        self.register_buffer("bias", torch.full((3,), 0.51))
-
-
-def test_wrappers_leave_no_trace_in_the_names_and_fp32_buffers_stay_fp32(tmp_path: Path) -> None:
-    """K03: torch.compile on when saving, off when loading, and the other way round."""
-    plain, wrapped = Layered(), Layered()
-    wrapped.block = torch.compile(wrapped.block)  # type: ignore[assignment]
-    assert "block._orig_mod.weight" in wrapped.state_dict()
-    target = save_checkpoint(tmp_path, 1, {"model": model_tensors(wrapped)}, keep=1)
-    saved = load_file(target, "model")
-    assert list(saved) == ["bias", "block.weight", "block.bias"]
-    assert saved["bias"].dtype is torch.float32
-    load_model(plain, saved, target)
-    assert torch.equal(plain.block.weight, wrapped.block.weight)
-    with torch.no_grad():
-        plain.block.weight.fill_(7.0)
-    load_model(wrapped, model_tensors(plain), target)
-    assert torch.equal(wrapped.block.weight, plain.block.weight)
-
-
-def test_recomputation_wrappers_leave_no_trace_in_the_names() -> None:
-    """K03: what torch.compile and activation checkpointing put into a name, alone and one inside the other."""
-    assert canonical_name("blocks.0._checkpoint_wrapped_module._orig_mod.weight") == "blocks.0.weight"
-    assert canonical_name("_orig_mod.blocks.0.attention.weight") == "blocks.0.attention.weight"
-    assert canonical_name("blocks.0.module_list.weight") == "blocks.0.module_list.weight"
+    return apply
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("file", "damage", "complaint"),
     [
-        (lambda saved: saved.pop("block.bias"), "it lacks block.bias"),
-        (lambda saved: saved.update(extra=torch.zeros(1)), "it has extra, which this model has not"),
-        (lambda saved: saved.update(bias=torch.zeros(5)), r"bias is \(5,\) float32 there and \(3,\) float32 here"),
-        (lambda saved: saved.update(bias=torch.zeros(3).bfloat16()), r"bias is \(3,\) bfloat16 there"),
+        (PAYLOAD, Path.unlink, "has no file 00000.safetensors"),
+        (INDEX, Path.unlink, "has no file index.json"),
+        (PAYLOAD, cut, r"it has \d+ bytes, not \d+"),
+        (INDEX, cut, "damaged"),
+        (PAYLOAD, lambda path: path.write_bytes(b""), "it has 0 bytes"),
+        (INDEX, lambda path: path.write_bytes(b""), "damaged"),
+        (PAYLOAD, flip(-1), "the bytes of first.w are not those that were written"),
+        (PAYLOAD, flip(20), "its header is not the one that was written"),
+        (PAYLOAD, flip(0), "its header is not the one that was written"),
+        (PAYLOAD, flip(6), "its header is cut off"),
+        (PAYLOAD, lambda path: torch.save({"w": Dangerous()}, path), r"it has \d+ bytes"),
+        (INDEX, lambda path: path.write_bytes(pickle.dumps(Dangerous())), "damaged"),
+        (INDEX, lambda path: path.write_text("[1, 2]"), "damaged"),
+        (INDEX, lambda path: path.write_text('{"weights": {}}'), "it lacks 'format'"),
+        (INDEX, in_index(lambda index: index.update(format="dsv3fp8 checkpoint 99")), "its format is dsv3fp8 checkpoint 99"),
+        (INDEX, in_index(lambda index: index["files"].update({"00001.safetensors": [9, 9]})), "has no file 00001.safetensors"),
+        (INDEX, in_index(lambda index: index["tensors"].update({"model.v": ["F32", [4]]})), "do not hold model.v once"),
+        (INDEX, in_index(lambda index: index["tensors"].update({"model.w": ["F32", [60, 20]]})), "do not hold model.w once"),
+        (INDEX, in_index(lambda index: index["tensors"].update({"model.w": ["F32", [5, 20]]})), "model.w does not fit into"),
+        (INDEX, in_index(lambda index: index["tensors"].pop("model.w")), "it lacks 'model.w'"),
     ],
-)
-def test_a_checkpoint_of_another_model_loads_nothing(change: Any, complaint: str) -> None:
-    """K04: no random weight may be left behind without a word."""
-    model = Layered()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    saved = {name: torch.zeros_like(tensor) for name, tensor in model_tensors(model).items()}
-    change(saved)
-    with pytest.raises(UserError, match=f"another model: {complaint}"):
-        load_model(model, saved, Path("step-00000001"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_one_line_with_its_name(
+    written: Path, monkeypatch: pytest.MonkeyPatch, file: str, damage: Callable[[Path], Any], complaint: str
+) -> None:
+    """K07: and nothing of it runs."""
+    damage(written / file)
+
+    def unpickled(*_: Any, **__: Any) -> None:
+        raise AssertionError("a file was unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, unpickled)
+    monkeypatch.setattr(torch, "load", unpickled)
+    with pytest.raises(UserError, match=complaint) as error:
+        read_all(written)
+    assert "\n" not in str(error.value)
+    assert str(written) in str(error.value)
+    assert "to go back to the checkpoint before it" in str(error.value)
 
 
-def test_every_tensor_of_a_loaded_model_is_the_saved_one(tmp_path: Path) -> None:
-    """K04: counts the tensors whose value changed: all of them."""
-    torch.manual_seed(0)
-    saved = {name: torch.rand_like(tensor) for name, tensor in model_tensors(Layered()).items()}
-    target = save_checkpoint(tmp_path, 1, {"model": saved}, keep=1)
-    model = Layered()
-    load_model(model, load_file(target, "model"), target)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+def test_a_checkpoint_of_a_run_is_chosen_by_step(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save_tensors(tmp_path / "checkpoints", step, TENSORS, keep=2)
+    assert open_checkpoint(str(tmp_path), None).state["step"] == 10
+    assert open_checkpoint(str(tmp_path), 9).state["step"] == 9
+    with pytest.raises(UserError, match=f"step=8: run={tmp_path} has checkpoints of steps 9, 10"):
+        open_checkpoint(str(tmp_path), 8)
+    with pytest.raises(UserError, match="run=nowhere has no checkpoint: give the run directory"):
+        open_checkpoint("nowhere", None)

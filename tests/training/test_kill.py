@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dsv3fp8.training.checkpoint import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.loop import train
 
 TRAIN = [sys.executable, "-m", "dsv3fp8", "train"]

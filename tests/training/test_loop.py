@@ -15,8 +15,9 @@ import yaml
 
 from dsv3fp8.config import group_options
 from dsv3fp8.errors import UserError
-from dsv3fp8.training import loop
-from dsv3fp8.training.checkpoint import list_checkpoints, load_file
+from dsv3fp8.training import checkpoint_saver, loop
+from dsv3fp8.training.checkpoint import open_checkpoint
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.loop import train
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.reporting import Reporters
@@ -27,10 +28,8 @@ def steps_on_disk(config: Any) -> list[int]:
 
 
 def tensors(config: Any, step: int) -> dict[str, torch.Tensor]:
-    (path,) = (path for each, path in list_checkpoints(Path(config.run_dir) / "checkpoints") if each == step)
-    model, optimizer = load_file(path, "model"), load_file(path, "optimizer")
-    moments = {f"{kind}.{name}": each for kind in ("first", "second") for name, each in optimizer[kind].items()}
-    return {**model, **moments}
+    checkpoint = open_checkpoint(config.run_dir, step)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
@@ -132,7 +131,7 @@ def test_sigterm_finishes_the_step_saves_it_and_exits_143_wherever_it_arrives(
     config = nano(f"data.workers={workers}", "recipe=bf16")
     owner, name = {
         "validation": (loop, "validate"),
-        "saving": (loop, "save_checkpoint"),
+        "saving": (loop, "begin_checkpoint"),
         "waiting for data": (loop, "train_step"),
     }[where]
     real, calls = getattr(owner, name), []
@@ -252,8 +251,7 @@ def test_a_fork_onto_other_data_begins_them_anew(nano: Any, tmp_path: Path, caps
     config = nano("recipe=bf16", "training.context=16", "training.steps=12", "resume=fork")
     assert train(config) == 0
     assert "the training data begin anew" in capsys.readouterr().out
-    (_, newest) = list_checkpoints(Path(config.run_dir) / "checkpoints")[-1]
-    assert load_file(newest, "state")["data"]["consumed"] == 2 * 2
+    assert open_checkpoint(config.run_dir, None).state["data"]["consumed"] == 2 * 2
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
@@ -325,18 +323,18 @@ def test_weights_that_are_not_finite_are_never_saved(nano: Any, monkeypatch: pyt
 def test_a_full_disk_in_the_middle_keeps_the_last_checkpoint(nano: Any, curve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """K10: checkpoint of step 5 written, that of step 10 not."""
     config = nano("recipe=bf16")
-    real = torch.save
+    real = checkpoint_saver.write_file
 
-    def save(content: Any, file: Any) -> None:
-        if isinstance(content, dict) and "step-00000010" in str(file.name):
+    def write_file(path: Path, *rest: Any) -> bytes:
+        if "step-00000010" in str(path):
             raise OSError(28, "No space left on device")
-        real(content, file)
+        return real(path, *rest)
 
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(checkpoint_saver, "write_file", write_file)
     with pytest.raises(UserError, match=r"No space left on device.*the checkpoint of step 5 is kept"):
         train(config)
     assert steps_on_disk(config) == [5]
-    monkeypatch.setattr(torch, "save", real)
+    monkeypatch.setattr(checkpoint_saver, "write_file", real)
     assert train(config) == 0
     assert [record["step"] for record in curve(config.run_dir)] == list(range(1, 11))
 

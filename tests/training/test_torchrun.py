@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsv3fp8.training.checkpoint import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.loop import train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

@@ -18,10 +18,11 @@ from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
-from dsv3fp8.training.checkpoint import list_checkpoints, load_file, load_model
+from dsv3fp8.training.checkpoint import Checkpoint
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import SCALE_STATE, load_state
+from dsv3fp8.training.state import load_state, load_weights
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,13 @@ def describe_run(run: Path) -> str:
     return f"model {trained.model.name}, trained under recipe {trained.recipe.name}, step {step}"
 
 
-def _checkpoint(run: Path) -> tuple[Path, RunConfig, int]:
+def _checkpoint(run: Path) -> tuple[Checkpoint, RunConfig, int]:
     found = list_checkpoints(RunDirectory(run).checkpoints)
     if not found:
         raise UserError(f"run={run} has no checkpoint: give the run directory of `dsv3fp8 train`, or leave the key out")
-    step, checkpoint = found[-1]
-    return checkpoint, RunConfig.from_dict(load_state(checkpoint)[1]), step
+    checkpoint = Checkpoint(found[-1][1])
+    state, trained = load_state(checkpoint)
+    return checkpoint, RunConfig.from_dict(trained), state.step
 
 
 def _tokenizer(run: Path) -> Tokenizer:
@@ -124,9 +126,7 @@ def _load(run: Path, recipe: str, device: torch.device) -> tuple[Transformer, To
     with device:
         model = Transformer(trained.model, load_config([f"recipe={recipe}"]).recipe)
     model.initialize(seed=0)  # defines what a checkpoint leaves out, such as counters of the current step
-    saved = load_file(checkpoint, "model")
-    # Amax histories and frozen scales are the training recipe's; these recipes keep none.
-    load_model(model, {name: tensor for name, tensor in saved.items() if not SCALE_STATE.fullmatch(name)}, checkpoint)
+    load_weights(checkpoint, model, new_scales=True)
     model.train()
     return model, _tokenizer(run), trained.training.context
 

@@ -23,9 +23,8 @@ from dsv3fp8.observe.drift.tables import tables_of
 from dsv3fp8.precision import accumulator, ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.tiles import QuantizedTensor, Tile
-from dsv3fp8.training.checkpoint import save_checkpoint
 from dsv3fp8.training.setup import build
-from dsv3fp8.training.state import TrainingState, checkpoint_files
+from dsv3fp8.training.state import TrainingState, save_checkpoint
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -142,8 +141,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [f"model.{key}={value}" for key, value in sizes.items()]
     config = load_config(["recipe=delayed", "training.context=32", f"run_dir={directory}", *words])
     model, optimizer = build(config, torch.device("cpu"))
-    files = checkpoint_files(TrainingState(step=1), model, optimizer, config.to_dict())
-    save_checkpoint(directory / "checkpoints", 1, files, keep=1)
+    save_checkpoint(directory / "checkpoints", TrainingState(step=1), model, optimizer, config.to_dict())
     ByteTokenizer().save(directory / "tokenizer.json")
     return directory
 
@@ -246,12 +244,12 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_measured(
 ) -> None:
     broken = tmp_path / "run"
     shutil.copytree(run, broken)
-    (model,) = broken.rglob("model.pt")
-    model.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
+    (weights,) = broken.rglob("00000.safetensors")
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     assert cli.main(["drift", f"run={broken}", f"out={tmp_path / 'out'}", "device=cpu"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "model.pt is damaged" in captured.err
+    assert "00000.safetensors is damaged" in captured.err
     assert captured.err.count("\n") == 1
 
 

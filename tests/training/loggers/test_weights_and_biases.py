@@ -13,7 +13,7 @@ import pytest
 
 from dsv3fp8.errors import UserError
 from dsv3fp8.training import loop
-from dsv3fp8.training.checkpoint import list_checkpoints, load_file
+from dsv3fp8.training.checkpoint import open_checkpoint
 from dsv3fp8.training.config import LoggingConfig
 from dsv3fp8.training.loggers.weights_and_biases import WeightsAndBiases, new_run_id
 from dsv3fp8.training.loop import train
@@ -108,8 +108,7 @@ def test_a_killed_and_resumed_run_keeps_its_id_and_loses_no_point(nano: Any, mon
     assert train(config) == 0
     before, after = sessions(Path(config.run_dir), count=2)
     ids = {record.run.run_id for session in (before, after) for record in session if record.HasField("run")}
-    (newest,) = (path for step, path in list_checkpoints(Path(config.run_dir) / "checkpoints") if step == 10)
-    assert ids == {load_file(newest, "state")["wandb_id"]}
+    assert ids == {open_checkpoint(config.run_dir, 10).state["wandb_id"]}
     assert [row["step"] for row in history(before)] == [row["_step"] for row in history(before)] == list(range(1, 8))
     assert [row["step"] for row in history(after)] == [row["_step"] for row in history(after)] == list(range(6, 11))
     for row in (5, 6):  # steps 6 and 7, logged by both: the same points
