@@ -13,7 +13,7 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.recipes import directory_name, names_of, words_of
 from dsv3fp8.observe.compare.runs import gave_up, is_complete
 from dsv3fp8.observe.compare.study import check_window, choose_baseline
-from dsv3fp8.training.checkpoint import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.checks import validate_run
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
