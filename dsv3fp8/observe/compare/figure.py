@@ -57,7 +57,7 @@ def draw(data: Mapping[str, Any], out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     top.legend(fontsize=8, ncols=2, frameon=False)
     if band is not None:
-        bottom.legend(fontsize=8, frameon=False, loc="upper right")
+        bottom.legend(fontsize=8, frameon=False)
     FigureCanvasAgg(figure).print_png(out)
 
 

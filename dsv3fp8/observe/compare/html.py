@@ -28,8 +28,10 @@ h1 { font-size: 25px; line-height: 1.25; margin: 8px 0 2px; } h2 { font-size: 18
 p, ul { margin: 6px 0; max-width: 105ch; } .soft { color: var(--soft); } li { margin: 3px 0; }
 a { color: inherit; } code, pre { font: 13px/1.45 ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; }
 pre { overflow-x: auto; padding: 8px 12px; background: var(--panel); border-radius: 6px; max-width: 100%; }
-.scroll { overflow-x: auto; margin: 8px 0; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); font-size: 13.5px; padding: 0 0 6px; max-width: 130ch; caption-side: top; }
+.scroll { position: relative; overflow-x: auto; margin: 8px 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.note { color: var(--soft); font-size: 13.5px; max-width: 120ch; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 th, td { padding: 5px 12px 5px 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 thead th { vertical-align: bottom; color: var(--soft); font-weight: 600; font-size: 13.5px; }
 th:first-child, .named th:nth-child(2), .named td:nth-child(2) { text-align: left; } tbody th { font-weight: 600; }
@@ -201,11 +203,11 @@ def _legend(names: Sequence[str]) -> str:
 
 def _smoothing(data: Mapping[str, Any]) -> str:
     window, span = data["settings"]["window"], data["settings"]["band_span"]
-    return (
-        f"Training loss, gradient norm and expert balance are means over the last {window:,} steps, for every run alike, and "
-        f"begin at step {window:,}. Validation loss and flushed values are as they were measured. The band looks back over "
-        f"{span:,} steps."
-    )
+    text = "Validation loss and flushed values are as they were measured."
+    if window > 1:
+        smoothed = "Training loss, gradient norm and expert balance are means over the last"
+        text = f"{smoothed} {window:,} steps, for every run alike, and begin at step {window:,}. {text}"
+    return text if data["curves"]["training"]["band"] is None else f"{text} The band looks back over {span:,} steps."
 
 
 def _skipped(data: Mapping[str, Any]) -> list[str]:
@@ -224,9 +226,12 @@ def _table(table: Table, named: bool = False) -> str:
         cells = [f"<td>{_verdict(cell) if named and index == 0 else escape(cell)}</td>" for index, cell in enumerate(rest)]
         rows.append(f'<tr><th scope="row">{escape(first)}</th>{"".join(cells)}</tr>')
     kind = ' class="named"' if named else ""
+    note = f"about-{table.title.split()[0].lower()}"
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table{kind}>'
-        f"<caption>{escape(table.note)}</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<p class="note" id="{note}">{escape(table.note)}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
+        f'<table{kind} aria-describedby="{note}"><caption>{escape(table.title)}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
