@@ -155,15 +155,15 @@ class StepGraph:
     def _capture(self, windows: list[Window], totals: Totals) -> str | None:
         """Records; nothing of the step runs. Why there is no graph, where one can go on without it; UserError elsewhere.
 
-        NCCL's work is recorded like any other, without a word between the ranks. Its watchdog is a thread of its own that may
-        look at earlier work meanwhile, so that only what this thread does can spoil the recording.
+        NCCL's work is recorded like any other, without a word between the ranks. Only what this thread does can spoil the
+        recording: NCCL's watchdog and a checkpoint's writer are threads of their own that may look at earlier work meanwhile.
         """
         self._windows = [(tokens.clone(), None) for tokens, _ in windows]
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph, problem = torch.cuda.CUDAGraph(), None
         try:
-            with torch.cuda.graph(graph, capture_error_mode="global" if self._ranks.count == 1 else "thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 try:
                     given = self._model, self._optimizer, self._windows, totals, self._lr, self._clip_norm, self._ranks
                     self._found = take_step(*given)
