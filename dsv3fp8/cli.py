@@ -6,11 +6,13 @@ Commands import what they need when they run, so that help and errors come at on
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsv3fp8 import __version__
-from dsv3fp8.errors import UserError
+from dsv3fp8.errors import LostRank, UserError
+from dsv3fp8.last_words import error_line
 
 if TYPE_CHECKING:
     from dsv3fp8.config import RunConfig
@@ -25,15 +27,32 @@ OUT_OF_MEMORY = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 1 failed, 2 something for the user to put right, 130 interrupted."""
-    status = _guarded(sys.argv[1:] if argv is None else argv)
-    ranks = sys.modules.get("dsv3fp8.parallel.ranks")
-    if ranks is not None and ranks.has_met():
-        # Threads of gloo outlive their group. One that lets go of a tensor while Python is taken down aborts the process,
-        # so that is left out: everything of the run is closed.
+    try:
+        return _leave_with(_guarded(sys.argv[1:] if argv is None else argv))
+    except Exception:
+        if not _has_met_others():
+            raise
+        traceback.print_exc()
+        return _leave_with(FAILED)
+
+
+def _leave_with(status: int) -> int:
+    """The status; where this process has met other ranks, it ends here.
+
+    Threads of gloo outlive their group. One that lets go of a tensor while Python is taken down is ended by Python in the
+    middle of C++, which aborts the process; one that still sends is waited for. So Python is not taken down: everything of
+    the run is closed.
+    """
+    if _has_met_others():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _has_met_others() -> bool:
+    ranks = sys.modules.get("dsv3fp8.parallel.ranks")
+    return ranks is not None and ranks.has_met()
 
 
 def _guarded(arguments: list[str]) -> int:
@@ -104,13 +123,13 @@ def train(arguments: list[str]) -> int:
     notice = old_gpu_notice(config)
     if notice:
         print(f"dsv3fp8: note: {notice}", file=sys.stderr)
-    from dsv3fp8.parallel.ranks import lost
+    from dsv3fp8.parallel.ranks import left_alone
 
     try:
         return train(config)
+    except LostRank as error:
+        return _fail(left_alone(str(error)), FAILED)
     except (MemoryError, RuntimeError) as error:
-        if lost(error):
-            return _fail("another rank has stopped, so this one stops too; start again to go on from the checkpoint", FAILED)
         if not out_of_memory(error):
             raise
         return _fail(memory_advice(config), FAILED)
@@ -256,7 +275,7 @@ def _fail(message: str, status: int) -> int:
     """One line, also where many ranks fail."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if alone or _speaks():
-        print(f"dsv3fp8: error: {message}", file=sys.stderr)
+        print(error_line(message), end="", file=sys.stderr)
     return status
 
 

@@ -1,4 +1,4 @@
-"""The one exception meant for a person to read: the command line prints it as a single line, without a traceback."""
+"""The exceptions meant for a person to read: the command line prints them as a single line, without a traceback."""
 
 
 class UserError(Exception):
@@ -9,3 +9,7 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(line.strip() for line in message.splitlines()))
+
+
+class LostRank(Exception):
+    """Another rank is gone, and this one cannot go on without it; says which, in words."""

@@ -20,18 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dsv3fp8.errors import LostRank
+from dsv3fp8.last_words import error_line, say_at_once, show_cursor
+from dsv3fp8.parallel.watch import Watch, stopped
+
 T = TypeVar("T")
 Some = TypeVar("Some", bound=Tensor)
 
 # How long a rank waits for another one: the first to read a corpus may tokenize it meanwhile.
 PATIENCE = timedelta(hours=2)
-# What errors say where the rank at the other end is gone.
-LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting",
-    "connectFullMesh failed",
-)  # fmt: skip
+# How long a collective of GPUs may take before NCCL's own watchdog ends the process. Hosts have met right before them.
+GPU_PATIENCE = timedelta(minutes=10)
+# What errors say where the way to another rank is broken.
+BROKEN = ("gloo/transport/", "connectFullMesh failed", "ncclRemoteError")
+# Seconds after such an error in which the watch finds out who is gone, on whatever host.
+CONFIRMED_WITHIN = 4.0
+FAILED = 1  # exit status
 
-_meeting: Store | None = None  # where this process met the others
+_store: Store | None = None  # where this process met the others: a connection of its own, which no wait of a group holds up
 
 
 @dataclass(frozen=True)
@@ -118,56 +124,106 @@ def local_rank() -> int:
 def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
     """Meet the other ranks, and leave with them: nobody leaves before all have finished what is inside.
 
-    expert: so many ranks in a row hold all experts between them.
+    expert: so many ranks in a row hold all experts between them. Raises LostRank if one of the others is gone; where this one
+    is held up in a collective then, the process ends (see `watch`).
     """
     if rank_count() == 1:
         yield ALONE
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, index, count = _meet()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=PATIENCE)
-    ranks = Ranks(index, count, local_rank())
-    if expert > 1:
-        mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
-        expert_group, replicas = mesh.get_group("expert"), mesh.get_group("replica")
-        ranks = replace(ranks, expert=expert, expert_group=expert_group, replicas=replicas, expert_mesh=mesh)
-    yield ranks
-    # Not after an error: the others may wait for this rank in another place.
-    ranks.wait()
+    meeting, index, count = next(rendezvous("env://", timeout=PATIENCE))
+    first = index - local_rank()
+    with _watched(Watch(_own_store(), index, count, range(first, first + _ranks_of_this_host(count)), _leave), index):
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+        store = PrefixStore(_start(), meeting)
+        dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=PATIENCE)
+        if device.type == "cuda":
+            group = dist.group.WORLD
+            assert group is not None
+            group._get_backend(device)._set_default_timeout(GPU_PATIENCE)
+        ranks = Ranks(index, count, local_rank())
+        if expert > 1:
+            mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
+            ranks = replace(ranks, expert=expert, expert_group=mesh.get_group("expert"), replicas=mesh.get_group("replica"))
+        yield ranks
+        # Not after an error: the others may wait for this rank in another place.
+        ranks.wait()
     dist.destroy_process_group()
+
+
+@contextmanager
+def _watched(watch: Watch, index: int) -> Iterator[None]:
+    """What is inside ends with LostRank where a collective fails because a rank is gone."""
+    try:
+        yield
+    except BaseException as error:
+        gone = _who_is_gone(error, watch)
+        watch.close(failed=stopped(index, os.getpid()))
+        if gone is None:
+            raise
+        raise LostRank(gone) from error
+    watch.close()
+
+
+def _who_is_gone(error: BaseException, watch: Watch) -> str | None:
+    """In words; None where the error is this rank's own."""
+    broken = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in BROKEN)
+    if not broken and not isinstance(error, dist.DistError):
+        return None
+    return watch.gone(CONFIRMED_WITHIN) or ("another rank has stopped" if broken else None)
+
+
+def _leave(gone: str) -> None:
+    """End this process, whose main thread waits for a rank that is gone."""
+    show_cursor()
+    if speaks():
+        say_at_once(error_line(left_alone(gone)))
+    os._exit(FAILED)
+
+
+def left_alone(gone: str) -> str:
+    """What a run says that ends because a rank is gone."""
+    return f"{gone}, so the others stop too; start again to go on from the checkpoint"
 
 
 def speaks() -> bool:
     """Whether this rank is to say why the run fails: the first of all that asks."""
     if rank_count() == 1:
         return True
-    if _meeting is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if _store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get("RANK", "0") == "0"  # they have no place yet where one could ask
     try:
-        store = _meeting or _meet()[0]
-        return store.add("failed", 1) == 1
-    except (RuntimeError, ValueError):
+        return _own_store().add("failed", 1) == 1
+    except (RuntimeError, ValueError, KeyError):
         return True  # the place went down with the rank that kept it
 
 
 def has_met() -> bool:
     """Whether this process has met others."""
-    return _meeting is not None
+    return _store is not None
 
 
-def lost(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
-    return rank_count() > 1 and any(words in str(error) for words in LOST)
+def _own_store() -> Store:
+    """What the ranks have in common beside their groups, from the moment there is a place for it."""
+    global _store
+    if _store is None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        place = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=False, timeout=PATIENCE, wait_for_workers=False
+        )
+        _store = PrefixStore(f"{_start()}, beside the groups", place)
+    return _store
 
 
-def _meet() -> tuple[Store, int, int]:
-    global _meeting
-    store, index, count = next(rendezvous("env://", timeout=PATIENCE))
-    # torchrun keeps the place over restarts, with all that those who are gone have left there.
-    _meeting = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return _meeting, index, count
+def _start() -> str:
+    """torchrun keeps the place over restarts, with all that those who are gone have left there."""
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _ranks_of_this_host(count: int) -> int:
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else count
 
 
 # Elements that travel at once: 64 MiB of FP32.

@@ -6,10 +6,10 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from dsv3fp8.last_words import say_at_once, show_cursor
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SHOW_CURSOR = b"\x1b[?25h"  # a live bar hides it
 
 
 class StopRequest:
@@ -30,6 +30,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._ranks.count > 1:
+            return  # this process ends, and is to say why: torchrun sends its signal to all who are left as soon as one is gone
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
@@ -40,15 +42,14 @@ class StopRequest:
         return self.signal is not None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        # os.write, since a signal may arrive in the middle of a print.
         if self._own is None:
             self._own = signal.Signals(number)
-            if self._ranks.first:
-                os.write(2, f"\n{self._own.name}: saving after this step; once more to stop at once\n".encode())
+            # Of many ranks none promises what hangs on all of them: one may be gone, which is why torchrun sends a signal.
+            if self._ranks.count == 1:
+                say_at_once(f"\n{self._own.name}: saving after this step; once more to stop at once\n")
             return
         # Not to be waited for any longer: the kernel ends the process, wherever it is.
-        if os.isatty(1):
-            os.write(1, SHOW_CURSOR)
+        show_cursor()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
