@@ -1,0 +1,119 @@
+"""Runs of two ranks: signals, what is wrong, full disks, two launches at once. What must come out the same on both does."""
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Command
+
+from dsv3fp8.data.batches import TrainBatches
+from dsv3fp8.training import loop
+from dsv3fp8.training.checkpoint import list_checkpoints
+
+Launch = Callable[..., Command]
+
+
+@pytest.fixture
+def launch(data_words: list[str], tmp_path: Path) -> Iterator[Launch]:
+    """launch("key=value", …, other=["key=value", …]): a run of two ranks, rank 1 with other settings on top."""
+    started: list[Command] = []
+
+    def start(*words: str, other: tuple[str, ...] = (), first: Callable[[int], None] | None = None) -> Command:
+        common = ["train", *data_words, "parallel.dp_replicate=2", f"run_dir={tmp_path}/run", *words]
+        started.append(Command([common, [*common, *other]], tmp_path / f"said-{len(started)}", first))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def saved(tmp_path: Path) -> list[int]:
+    return [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")]
+
+
+def lines(tmp_path: Path) -> int:
+    return (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+
+
+def terminate_at(moment: str, index: int) -> None:
+    """Rank 1 gets SIGTERM in the third step, while the run does what `moment` says."""
+    if index == 0:
+        return
+    owner, name = {"step": (loop, "train_step"), "validation": (loop, "validate"), "save": (loop.Loop, "_save")}.get(
+        moment, (TrainBatches, "__next__")
+    )
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        calls.append(moment)
+        if len(calls) == (1 if moment in ("validation", "save") else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given, **named)
+
+    setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("moment", ["step", "validation", "save", "data"])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch: Launch, tmp_path: Path, moment: str) -> None:
+    """K08: with workers at work, and 143 on all of them."""
+    words = ["training.validate_every=3", f"training.checkpoint_every={3 if moment == 'save' else 0}", "data.workers=2"]
+    run = launch("recipe=bf16", "training.steps=1000", *words, first=functools.partial(terminate_at, moment))
+    assert run.wait() == [143, 143]
+    assert not run.said()
+    assert saved(tmp_path) == [3]
+    assert lines(tmp_path) == 3
+    assert "SIGTERM: saved after step 3; run again to go on from there" in run.output(0)
+
+
+def test_a_second_signal_to_a_rank_ends_it_at_once_and_the_others_soon(launch: Launch, tmp_path: Path) -> None:
+    """K08: in the middle of a step that takes a minute."""
+    run = launch("recipe=bf16", "training.steps=1000", first=slow_third_step)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or lines(tmp_path) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    run.signal(1, signal.SIGTERM)
+    time.sleep(0.2)
+    assert run.processes[1].is_alive()
+    run.signal(1, signal.SIGTERM)
+    assert run.wait(30) == [1, -signal.SIGTERM]
+    (line,) = run.said()
+    assert re.match(r"dsv3fp8: error: rank 1 \(process \d+ on .*\) has stopped", line)
+    assert not saved(tmp_path)
+
+
+def slow_third_step(index: int) -> None:
+    real = loop.Loop._step
+
+    def step(self: loop.Loop) -> dict[str, Any]:
+        if self.state.step == 2 and index == 1:
+            time.sleep(60)
+        return real(self)
+
+    loop.Loop._step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["parallel.dp_replicate=3"], "parallel.dp_replicate=3 with 2 processes: set it to 2"),
+        (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be written"),
+        (["training.context=2000"], "training.context=2000 is longer than model.context"),
+    ],
+    ids=["layout", "one rank alone finds it", "every rank finds it"],
+)
+def test_what_is_wrong_is_one_line(launch: Launch, words: list[str], line: str) -> None:
+    """H11."""
+    run = launch(*words)
+    assert set(run.wait(60)) <= {1, 2}
+    (said,) = run.said()
+    assert line in said
