@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from dsv3fp8.training.checkpoint import NAME
+from dsv3fp8.training.checkpoint_directory import NAME
 from dsv3fp8.training.metrics import TIMING_FIELDS, read_metrics
 
 PATIENCE = 180.0
@@ -68,16 +68,16 @@ class TorchRun:
     def kill(self, rank: int) -> None:
         os.kill(self.pids()[rank], signal.SIGKILL)
 
-    def kill_while_it_saves(self) -> None:
-        """The first rank, in the middle of a checkpoint: stopped when one has begun, and killed if it is not done by then."""
-        first = self.pids()[0]
+    def kill_in_a_checkpoint(self, rank: int) -> None:
+        """Stopped when one has begun, and killed if it is not done by then."""
+        pid = self.pids()[rank]
         while True:
             self.until(self._saving)
-            os.kill(first, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             if self._saving():
-                os.kill(first, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 return
-            os.kill(first, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
 
     def _saving(self) -> bool:
         return self.checkpoints.is_dir() and any(not NAME.fullmatch(path.name) for path in self.checkpoints.iterdir())
@@ -112,8 +112,7 @@ def kill_at_random(run: TorchRun, ranks: int, moments: list[str], draw: random.R
             time.sleep(share / 10)
         file = run.file()
         if moment == "checkpoint":
-            rank = 0
-            run.kill_while_it_saves()
+            run.kill_in_a_checkpoint(rank)
         else:
             run.kill(rank)
         log.append(f"kill {number}: rank {rank}, {moment}, after {run.lines()} lines")

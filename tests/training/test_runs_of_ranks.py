@@ -14,7 +14,7 @@ from processes import Command
 
 from dsv3fp8.data.batches import TrainBatches
 from dsv3fp8.training import loop
-from dsv3fp8.training.checkpoint import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 
 Launch = Callable[..., Command]
 
