@@ -31,7 +31,7 @@ OPTIONAL = {
     "triton": "Triton kernels and torch.compile on GPUs",
     "wandb": "Weights & Biases logs",
     "datasets": "data=huggingface; pip install 'dsv3fp8[hf]'",
-    "safetensors": "export and import; pip install 'dsv3fp8[hf]'",
+    "transformers": "to load what `dsv3fp8 export` writes; pip install 'dsv3fp8[hf]'",
     "transformer-engine": "recipe=te_blockwise and columns of bench; pip install 'dsv3fp8[te]'",
 }
 OLDEST_FP8 = (8, 9)  # Ada; FP8 tensor cores begin here

@@ -144,7 +144,8 @@ def _use(saved: Saved, number_format: str, has_text: bool) -> str:
 
 def _cut_blocks(saved: Saved) -> bool:
     """Whether a quantized weight has a dimension above 128 that is no multiple of it."""
-    parts = ((each.op, each.part(saved.tensors).shape) for each in layout(saved.config.model))
+    tensors = shapes(saved.config.model, saved.config.recipe)
+    parts = ((each.op, each.part(tensors).shape) for each in layout(saved.config.model))
     return any(size > 128 and size % 128 for op, shape in parts if op is not None for size in shape)
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from dsv3fp8.data import load_tokenizer
 from dsv3fp8.errors import UserError
 from dsv3fp8.hub.card import model_card
-from dsv3fp8.hub.files import library, shards_of, write
+from dsv3fp8.hub.files import bytes_in, shards_of, write
 from dsv3fp8.hub.fp8 import of_training, scale_kind_of
-from dsv3fp8.hub.layout import Published, layout
+from dsv3fp8.hub.layout import Published, layout, shapes
 from dsv3fp8.hub.saved import Saved, read_saved
 from dsv3fp8.hub.settings import FILE, quantization, to_published
 from dsv3fp8.hub.tokenizer import generation_config, tokenizer_files
@@ -66,7 +66,6 @@ def help_text() -> str:
 
 def export(config: ExportConfig) -> None:
     """Write the directory, whole or not at all. Raises UserError before any work where it cannot be done."""
-    library()
     out = Path(config.out).expanduser()
     check_new("out", out, 0)
     saved = read_saved(config.run, config.step)
@@ -78,16 +77,15 @@ def export(config: ExportConfig) -> None:
     assert model.vocab_size is not None
     generation = generation_config(tokenizer, model.vocab_size)
     settings |= {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
-    weights = Weights(saved.tensors, recipe, config.format)
-    groups = [weights.group(each) for each in tensors]
-    total = sum(sum(group.sizes.values()) for group in groups)
+    weights = Weights(tensors, shapes(model, recipe), saved.tensors, recipe, config.format)
+    shards = shards_of(weights.layouts(), int(config.shard * 1e9))
+    total = sum(map(bytes_in, shards.values()))
     check_new("out", out, total)
-    shards = shards_of(groups, int(config.shard * 1e9))
     count = f"{len(shards)} files" if len(shards) > 1 else "one file"
     print(f"step {saved.state.step} of {saved.directory.path}: {in_words(total)} in {count}, format={config.format}")
     texts = tokenizer_files(tokenizer, model.context)
     with new_directory("out", out) as directory:
-        for file in write(directory, shards, weights.make):
+        for file in write(directory, shards, weights.tensor):
             if len(shards) > 1:
                 print(f"  {file}", flush=True)
         contents = {FILE: dict(sorted(settings.items())), "generation_config.json": generation, **texts}
@@ -106,7 +104,7 @@ def refuse_biases(saved: Saved) -> None:
     """Raise UserError for load-balance biases that DeepSeek-V2 has no place for."""
     if saved.config.model.score == "sigmoid":
         return
-    moved = [name for name, tensor in saved.tensors.items() if name.endswith("router.bias") and bool(tensor.any())]
+    moved = [name for name in saved.tensors if name.endswith("router.bias") and bool(saved.tensors[name].any())]
     if moved:
         raise UserError(
             f"{moved[0]} is not zero, and with model.score=softmax this is exported as DeepSeek-V2, which has no such bias: "

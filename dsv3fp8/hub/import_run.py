@@ -11,23 +11,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dsv3fp8.config import RunConfig, load_config
 from dsv3fp8.data import DataConfig
 from dsv3fp8.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer_json
 from dsv3fp8.errors import UserError
-from dsv3fp8.hub.files import Checkpoint
-from dsv3fp8.hub.loading import check_names, load_weights
+from dsv3fp8.hub.files import Checkpoint, bytes_in
+from dsv3fp8.hub.loading import Imported, check_names
 from dsv3fp8.hub.settings import FILE, Published, read_config, to_model
 from dsv3fp8.hub.tokenizer import FILE as TOKENIZER
 from dsv3fp8.hub.tokenizer import is_byte_tokenizer
 from dsv3fp8.hub.whole import check_new, new_directory
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.rope import uses_yarn
+from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.training.checkpoint_saver import write_checkpoint
 from dsv3fp8.training.checks import context_problems, fit_vocabulary
 from dsv3fp8.training.config import raise_problems
-from dsv3fp8.training.optimizer import AdamW
+from dsv3fp8.training.optimizer import MOMENT_DTYPES
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, checkpoint_bytes, save_checkpoint
+from dsv3fp8.training.state import TrainingState
 from dsv3fp8.yaml_text import dump_yaml
 
 HELP = ("-h", "--help", "help")
@@ -68,11 +73,10 @@ def import_directory(source: Path, words: list[str]) -> None:
     config, notes = settings(source, published, data, words)
     run_dir = Path(config.run_dir)
     check_new("run_dir", run_dir, 0)
-    with Checkpoint(source) as checkpoint:
-        left_out = check_names(checkpoint, config.model, published, source)
-        model = load_weights(checkpoint, config.model, config.recipe, published, source)
-    optimizer = AdamW(model.parameter_groups(), config.optimizer)
-    check_new("run_dir", run_dir, checkpoint_bytes(model, optimizer))
+    checkpoint = Checkpoint(source)
+    left_out = check_names(checkpoint, config.model, published, source)
+    tensors = RunTensors(Imported(checkpoint, config.model, config.recipe, published, source), config)
+    check_new("run_dir", run_dir, bytes_in(tensors.layout))
     tokenizer = kept_tokenizer(source, config)
     with new_directory("run_dir", run_dir) as directory:
         (directory / "config.yaml").write_text(dump_yaml(config.to_dict()), encoding="utf-8")
@@ -82,14 +86,36 @@ def import_directory(source: Path, words: list[str]) -> None:
             tokenizer.save(RunDirectory(directory).tokenizer)
         origin = {"from": str(source.absolute()), "config": data}
         (directory / "imported.json").write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        save_checkpoint(RunDirectory(directory).checkpoints, TrainingState(), model, optimizer, config.to_dict())
+        tensors.imported.check_copies()
+        state = {**dataclasses.asdict(TrainingState()), "optimizer_steps": 0, "config": config.to_dict()}
+        write_checkpoint(RunDirectory(directory).checkpoints, 0, tensors.layout, tensors.tensor, state)
     if left_out:
         notes.append(f"left out: {left_out[0]}" + (f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
-    print(f"{source}: {sum(p.numel() for p in model.parameters()):,} weights are in {run_dir} as its step 0")
+    print(f"{source}: {tensors.weights:,} weights are in {run_dir} as its step 0")
     print("moments, amax histories and the position in the data begin anew")
     for note in notes:
         print(note)
     print(f"train it with: dsv3fp8 train config={run_dir / 'config.yaml'}")
+
+
+class RunTensors:
+    """All tensors of the checkpoint to write, by its names: the imported ones, and moments of zero."""
+
+    def __init__(self, imported: Imported, config: RunConfig) -> None:
+        self.imported = imported
+        with torch.device("meta"):
+            parameters = dict(Transformer(config.model, config.recipe).named_parameters())
+        self.weights = sum(parameter.numel() for parameter in parameters.values())
+        moment = MOMENT_DTYPES[config.optimizer.moments]
+        self.layout = {f"model.{name}": each for name, each in imported.layout.items()}
+        for kind in ("first", "second"):
+            self.layout |= {f"{kind}.{name}": (moment, tuple(each.shape)) for name, each in parameters.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a name."""
+        kind, _, inner = name.partition(".")
+        dtype, shape = self.layout[name]
+        return self.imported.tensor(inner) if kind == "model" else torch.zeros(shape, dtype=dtype)
 
 
 def settings(source: Path, published: Published, data: dict[str, Any], words: list[str]) -> tuple[RunConfig, list[str]]:

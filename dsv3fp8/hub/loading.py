@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.hub.files import Checkpoint, Entry
+from dsv3fp8.hub.files import Checkpoint
 from dsv3fp8.hub.fp8 import SUFFIX, decode, grid_of, scale_problem
 from dsv3fp8.hub.layout import Published as PublishedTensor
 from dsv3fp8.hub.layout import layout, shapes
 from dsv3fp8.hub.settings import Published
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.precision.recipe import Recipe
 
 WIDE, CODES = ("F32", "BF16", "F16"), "F8_E4M3"
@@ -52,43 +50,48 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig, published: Publishe
     parts = shapes(config, Recipe("sizes"))
     for each in expected:
         if each.name in entries:
-            _check_entry(each, tuple(each.part(parts).shape), entries, published, source)
+            _check_entry(each, tuple(each.part(parts).shape), checkpoint, published, source)
     return left_out
 
 
-def load_weights(
-    checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, published: Published, source: Path
-) -> Transformer:
-    """The model with the files' weights as its FP32 masters, read tensor by tensor; everything else in it is as at its start.
+class Imported:
+    """Our tensors of a directory that `check_names` found whole, made one at a time of the published ones they consist of."""
 
-    Raises UserError for a tensor that holds NaN or inf, and for a shared one whose copies differ.
-    """
-    model = Transformer(config, recipe)
-    for buffer in model.buffers():
-        buffer.zero_()
-    tensors = model.state_dict()
-    # Copies last, when what they are copies of is there.
-    present = sorted(
-        (each for each in layout(config) if each.name in checkpoint.entries), key=lambda each: each.copy_of is not None
-    )
-    with torch.no_grad():
-        for each in present:
-            values = each.reordered(read(checkpoint, each.name, published, source))
-            part = each.part(tensors)
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, published: Published, source: Path) -> None:
+        self._checkpoint, self._published, self._source = checkpoint, published, source
+        self._parts: dict[str, list[PublishedTensor]] = {}
+        self._copies = []
+        for each in layout(config):
             if each.copy_of is None:
-                part.copy_(values)
-            elif not torch.equal(part, values):
+                self._parts.setdefault(each.ours, []).append(each)
+            elif each.name in checkpoint.entries:
+                self._copies.append(each)
+        self._shapes = shapes(config, recipe)
+        self.layout = {name: (each.dtype, tuple(each.shape)) for name, each in self._shapes.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter of the model, or a buffer: zeros, but for what files have of it. Raises UserError for NaN or inf."""
+        tensor = torch.zeros_like(self._shapes[name], device="cpu")
+        for each in self._parts.get(name, ()):
+            each.part({name: tensor}).copy_(self._read(each))
+        return tensor
+
+    def check_copies(self) -> None:
+        """Raise UserError for a shared tensor whose copies differ."""
+        for each in self._copies:
+            if not torch.equal(self.tensor(each.ours), self._read(each)):
                 raise UserError(
-                    f"{source}: {each.name} differs from {each.copy_of}, which this model shares; get the files again"
+                    f"{self._source}: {each.name} differs from {each.copy_of}, which this model shares; get the files again"
                 )
-    model.invalidate_codes()
-    return model
+
+    def _read(self, each: PublishedTensor) -> Tensor:
+        return each.reordered(read(self._checkpoint, each.name, self._published, self._source))
 
 
 def read(checkpoint: Checkpoint, name: str, published: Published, source: Path) -> Tensor:
     """A tensor in FP32, decoded where it is FP8."""
     values = checkpoint.read(name)
-    if checkpoint.entries[name].dtype == CODES:
+    if checkpoint.dtype(name) == CODES:
         assert published.quantization_config is not None
         scale = checkpoint.read(name + SUFFIX)
         problem = scale_problem(scale, published.quantization_config.scale_kind)
@@ -102,30 +105,29 @@ def read(checkpoint: Checkpoint, name: str, published: Published, source: Path) 
 
 
 def _check_entry(
-    each: PublishedTensor, shape: tuple[int, ...], entries: Mapping[str, Entry], published: Published, source: Path
+    each: PublishedTensor, shape: tuple[int, ...], checkpoint: Checkpoint, published: Published, source: Path
 ) -> None:
-    entry, scale = entries[each.name], entries.get(each.name + SUFFIX)
+    entry, dtype, scale = checkpoint.entries[each.name], checkpoint.dtype(each.name), each.name + SUFFIX
+    scaled = scale in checkpoint.entries
     if entry.shape != shape:
         raise UserError(
             f"{source}: {each.name} is {list(entry.shape)}, and by config.json it has to be {list(shape)}; get both again"
         )
-    if entry.dtype != CODES:
-        if entry.dtype not in WIDE:
-            raise UserError(
-                f"{source}: {each.name} is stored as {entry.dtype}, and what is read is {', '.join(WIDE)} and {CODES}"
-            )
-        if scale is not None:
-            raise UserError(f"{source}: {each.name} is {entry.dtype}, but there is {each.name}{SUFFIX}; get the files again")
+    if dtype != CODES:
+        if dtype not in WIDE:
+            raise UserError(f"{source}: {each.name} is stored as {dtype}, and what is read is {', '.join(WIDE)} and {CODES}")
+        if scaled:
+            raise UserError(f"{source}: {each.name} is {dtype}, but there is {scale}; get the files again")
         return
     if published.quantization_config is None:
         raise UserError(f"{source}: {each.name} is FP8, but config.json has no quantization_config; get config.json again")
-    if scale is None:
-        raise UserError(f"{source}: {each.name} is FP8 and lacks {each.name}{SUFFIX}; get the files again")
-    if len(shape) != 2 or scale.shape != grid_of(shape) or scale.dtype not in SCALES:
-        wanted = list(grid_of(shape)) if len(shape) == 2 else "none"
+    if not scaled:
+        raise UserError(f"{source}: {each.name} is FP8 and lacks {scale}; get the files again")
+    found = checkpoint.entries[scale].shape
+    if len(shape) != 2 or found != grid_of(shape) or checkpoint.dtype(scale) not in SCALES:
         raise UserError(
-            f"{source}: {each.name}{SUFFIX} is {scale.dtype} {list(scale.shape)}, and {each.name} {list(shape)} needs a scale "
-            f"for each 128x128, {wanted}; get the files again"
+            f"{source}: {scale} is {checkpoint.dtype(scale)} {list(found)}, and {each.name} {list(shape)} needs a scale for "
+            f"each 128x128, {list(grid_of(shape))}; get the files again"
         )
 
 

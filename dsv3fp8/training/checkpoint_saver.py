@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,27 @@ class Saver:
         except OSError as error:
             return f"cannot delete the old checkpoint {error.filename}: {error.strerror}; put that right and run again"
         return None
+
+
+def write_checkpoint(
+    directory: Path, step: int, layout: Layout, tensor_of: Callable[[str], Tensor], state: Mapping[str, Any]
+) -> None:
+    """A checkpoint of tensors that need not be in memory together, written by a process alone: what `Checkpoint` reads.
+
+    tensor_of makes the contiguous CPU tensor of a name, twice: for its checksum, which comes first in the file, and for the
+    file. OSError where the disk does not take it.
+    """
+    temporary, target = places(directory, step)
+    temporary.mkdir(parents=True)
+    sharding = {name: {OFFSETS: [0] * len(shape)} for name, (_, shape) in layout.items()}
+    checksums = {name: zlib.crc32(bytes_of(tensor_of(name))) for name in layout}
+    # No generator has drawn anything yet.
+    metadata = {SHARDING: json.dumps(sharding), CHECKSUMS: json.dumps(checksums), RANDOM: json.dumps({})}
+    path = temporary / file_name(0)
+    header = write_file(path, layout, metadata, tensor_of)
+    files = {path.name: (path.stat().st_size, zlib.crc32(header))}
+    _write_index(temporary / INDEX, json.dumps(state), layout, files)
+    publish(temporary, target)
 
 
 def _planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:

@@ -64,11 +64,8 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     saved = Checkpoint(found[-1][1]) if found else None
     state = TrainingState()
     changed: dict[str, tuple[Any, Any]] = {}
-    # Weights from elsewhere, which have seen no data of this run.
-    imported = False
     if saved:
         state, saved_config = load_state(saved)
-        imported = state.corpus is None
         changed = changed_keys(saved_config, config.to_dict())
         if config.resume != "fork":
             refuse_changes(config.run_dir, state.step, changed)
@@ -86,7 +83,8 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     with ranks.host_by_host():
         corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
     corpus.check_context(config.training.context)
-    if saved and config.resume != "fork" and not imported:
+    # Weights that were imported have seen no corpus.
+    if saved and state.corpus is not None and config.resume != "fork":
         refuse_other_corpus(config.run_dir, state.step, state.corpus, corpus.describe()["sha256"])
     state.corpus = corpus.describe()["sha256"]
     config = dataclasses.replace(config, model=fit_vocabulary(config.model, corpus.tokenizer))
@@ -114,7 +112,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
             state.wandb_id = None  # another curve is another run there
             notes.append(f"forked with other settings: {', '.join(changed)}")
         random_states = saved.random_states(ranks.index)
-        if random_states and not imported:
+        if random_states:
             restore_random_states(random_states, device)
     steps = choose_steps(config, device)
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, saver, state, bool(changed), notes, steps)

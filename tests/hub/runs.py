@@ -28,16 +28,19 @@ V2 = (
 )
 
 
-def make_run(path: Path, *words: str, tokenizer: Tokenizer | None = None) -> Transformer:
-    """A run directory with a checkpoint of step 5; the model that is in it."""
+def make_run(path: Path, *words: str, tokenizer: Tokenizer | None = None, biased: bool | None = None) -> Transformer:
+    """A run directory with a checkpoint of step 5; the model that is in it.
+
+    biased: whether load-balance biases have moved; None: where the published layout has a place for them.
+    """
     config = load_config([*NANO, *words, f"run_dir={path}"])
     model = build(config.model, config.recipe)
     generator = torch.Generator().manual_seed(7)
     for name, buffer in model.named_buffers():
-        if name.endswith("router.bias") and config.model.score == "sigmoid":
+        if name.endswith("router.bias") and (config.model.score == "sigmoid" if biased is None else biased):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-    state = TrainingState(step=5, tokens=5 * 8 * 32, corpus="0" * 64)
     optimizer = AdamW(model.parameter_groups(), config.optimizer)
+    state = TrainingState(step=5, tokens=5 * 8 * 32, corpus="0" * 64)
     save_checkpoint(RunDirectory(path).checkpoints, state, model, optimizer, config.to_dict())
     (tokenizer or ByteTokenizer()).save(RunDirectory(path).tokenizer)
     return model.eval()

@@ -5,8 +5,8 @@ import torch
 from decoding import dequantized, without_codes
 from support import build, nano, recipe
 
+from dsv3fp8.hub import layout as published
 from dsv3fp8.hub.fp8 import decode, encode, grid_of, of_training, scale_problem
-from dsv3fp8.hub.layout import layout
 from dsv3fp8.hub.weights import Weights
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.ops.weights import WeightCodes
@@ -47,11 +47,10 @@ def test_exported_codes_are_those_that_training_multiplies_by(name: str) -> None
         head_v=24,
     )  # fmt: skip
     model = build(config, recipe(name))
-    tensors = layout(config)
-    weights = Weights(model.state_dict(), model.recipe, "fp8")
-    files: dict[str, torch.Tensor] = {}
-    for each in tensors:
-        files |= weights.make(each)
+    tensors = published.layout(config)
+    state = model.state_dict()
+    weights = Weights(tensors, state, state, model.recipe, "fp8")
+    files = {name: weights.tensor(name) for layout in weights.layouts() for name in layout}
     used = codes_of(model)
     decoded, compared = without_codes(files), 0
     for each in tensors:

@@ -5,7 +5,8 @@ import logging
 import pickle
 import shutil
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 from dsv3fp8.config import load_saved
 from dsv3fp8.data.bpe import train_bpe
 from dsv3fp8.errors import UserError
-from dsv3fp8.hub import loading
 from dsv3fp8.hub.export_run import main as export_main
 from dsv3fp8.hub.import_run import main
 from dsv3fp8.hub.saved import read_saved
@@ -64,7 +64,7 @@ def exported(made: dict[Any, Path], tmp_path: Path) -> Exported:
     return export
 
 
-def imported(source: Path, *words: str) -> dict[str, Tensor]:
+def imported(source: Path, *words: str) -> Mapping[str, Tensor]:
     """The tensors of the run that the directory becomes."""
     run_dir = source.parent / "imported"
     assert main([str(source), f"run_dir={run_dir}", *DATA, *words]) == 0
@@ -74,7 +74,7 @@ def imported(source: Path, *words: str) -> dict[str, Tensor]:
     return saved.tensors
 
 
-def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+def same(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
     assert got.keys() == want.keys()
     return all(torch.equal(got[name], want[name]) for name in want)
 
@@ -89,24 +89,13 @@ def test_fp32_comes_back_bit_for_bit(words: tuple[str, ...], exported: Exported,
     assert before == after
 
 
-def test_every_weight_of_an_fp8_directory_is_its_decoded_one(
-    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """K04: none is left as it was built, which here is NaN."""
-
-    class Poisoned(loading.Transformer):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.fill_(float("nan"))
-
-    monkeypatch.setattr(loading, "Transformer", Poisoned)
+def test_every_weight_of_an_fp8_directory_is_its_decoded_one(exported: Exported, tmp_path: Path) -> None:
+    """K04: each parameter against the published rule, none left as it was made."""
     source = exported("recipe=dsv3", number_format="fp8")
     got = imported(source)
-    model = read_saved(str(tmp_path / "run")).config.model
+    model = read_saved(str(tmp_path / "imported")).config.model
     assert same(got, under_our_names(without_codes(tensors_in(source)), model))
-    assert not any(tensor.isnan().any() for tensor in got.values())
+    assert all(bool(tensor.any()) for tensor in got.values())
 
 
 def test_bf16_is_widened(exported: Exported, tmp_path: Path) -> None:
@@ -147,6 +136,14 @@ def test_multi_token_prediction_can_be_left_out(exported: Exported, tmp_path: Pa
     want = read_saved(str(tmp_path / "run")).tensors
     assert same(got, {name: tensor for name, tensor in want.items() if not name.startswith("mtp.")})
     assert "left out: model.layers.2." in capsys.readouterr().out
+
+
+def test_the_package_safetensors_is_not_needed(exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = exported()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert same(imported(source), read_saved(str(tmp_path / "run")).tensors)
+    assert export_main([str(tmp_path / "imported"), f"out={tmp_path}/again", "format=fp32"]) == 0
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_moments_and_data_begin_anew_and_the_command_says_so(
@@ -209,15 +206,19 @@ def edit_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
     return damage
 
 
-def lie(source: Path) -> None:
-    """A header that promises other shapes than there are bytes."""
-    path = source / "model.safetensors"
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + length])
-    header["model.norm.weight"]["shape"] = [4800]
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+def edit_header(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Change what the header of model.safetensors says of its bytes."""
+
+    def damage(source: Path) -> None:
+        path = source / "model.safetensors"
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+    return damage
 
 
 def cut(source: Path) -> None:
@@ -230,6 +231,7 @@ def foreign(source: Path) -> None:
 
 
 Q = "model.layers.0.self_attn.q_b_proj.weight"
+NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 
 
@@ -238,7 +240,14 @@ INDEX = "model.safetensors.index.json"
     [
         ("fp32", cut, "model.safetensors is damaged or no safetensors file"),
         ("fp32", foreign, "model.safetensors is damaged or no safetensors file"),
-        ("fp32", lie, "model.safetensors is damaged or no safetensors file"),
+        ("fp32", edit_header(lambda h: h[NORM].update(shape=[4800])), "no safetensors file .model.norm.weight is cut off"),
+        (
+            "fp32",
+            edit_header(lambda h: h[NORM].update(h["model.layers.0.input_layernorm.weight"])),
+            "its tensors overlap, or there",
+        ),
+        ("fp32", edit_header(lambda h: h[NORM].update(dtype="F4")), "no safetensors file .it lacks 'F4'"),
+        ("fp32", edit_header(lambda h: h.update({NORM: 3})), "model.safetensors is damaged or no safetensors file"),
         (
             "fp32",
             lambda s: (s / "model.safetensors").unlink(),
