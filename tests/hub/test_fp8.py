@@ -39,8 +39,9 @@ def test_weight_scale_inv_multiplies() -> None:
     assert decode(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.full((1, 1), 3.5)).unique().item() == 3.5
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["dsv3", "dsv3_pow2"])
-def test_exported_codes_are_those_that_training_multiplies_by(name: str) -> None:
+def test_exported_codes_are_those_that_training_multiplies_by(name: str, device: str) -> None:
     """Sizes that are no multiples of 128, stacks of experts and halves of gate and up among them: values and codes."""
     config = nano(
         dim=192, q_latent=136, kv_latent=144, head_rope=16, ffn=176, expert_ffn=130, shared_experts=2, heads=3, head_nope=40,
@@ -48,18 +49,18 @@ def test_exported_codes_are_those_that_training_multiplies_by(name: str) -> None
     )  # fmt: skip
     model = build(config, recipe(name))
     tensors = published.layout(config)
-    state = model.state_dict()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = Weights(tensors, state, state, model.recipe, "fp8")
     files = {name: weights.tensor(name) for layout in weights.layouts() for name in layout}
-    used = codes_of(model)
+    used = codes_of(model.to(device))
     decoded, compared = without_codes(files), 0
     for each in tensors:
         if each.op is None:
             assert f"{each.name}_scale_inv" not in files
             continue
         codes = used[each.ours]
-        assert torch.equal(decoded[each.name], codes.decode()[each.index])
-        assert torch.equal(files[each.name].view(torch.uint8), codes.codes.view(torch.uint8)[each.index])
+        assert torch.equal(decoded[each.name], codes.decode()[each.index].cpu())
+        assert torch.equal(files[each.name].view(torch.uint8), codes.codes[each.index].cpu().view(torch.uint8))
         compared += files[each.name].numel()
     assert compared == sum(codes.codes.numel() for codes in used.values())
     assert of_training(model.recipe, {each.op for each in tensors if each.op})
