@@ -98,6 +98,20 @@ def test_every_weight_of_an_fp8_directory_is_its_decoded_one(exported: Exported,
     assert all(bool(tensor.any()) for tensor in got.values())
 
 
+def test_scales_of_eight_bits_are_read(exported: Exported, tmp_path: Path) -> None:
+    """Powers of two may be stored as their exponents alone."""
+    source = exported("recipe=dsv3_pow2", number_format="fp8")
+    want = under_our_names(without_codes(tensors_in(source)), read_saved(str(tmp_path / "run")).config.model)
+
+    def shorten(tensors: dict[str, Tensor]) -> None:
+        scales = {name: each.to(torch.float8_e8m0fnu) for name, each in tensors.items() if name.endswith("_scale_inv")}
+        assert scales
+        tensors.update(scales)
+
+    edit(shorten)(source)
+    assert same(imported(source), want)
+
+
 def test_bf16_is_widened(exported: Exported, tmp_path: Path) -> None:
     got, run = imported(exported(number_format="bf16")), read_saved(str(tmp_path / "run")).tensors
     fp32 = ("router.weight", "router.bias")

@@ -17,7 +17,7 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.training import checkpoint_directory, checkpoint_saver
 from dsv3fp8.training.checkpoint import Checkpoint
 from dsv3fp8.training.checkpoint_directory import list_checkpoints
-from dsv3fp8.training.checkpoint_saver import Saver
+from dsv3fp8.training.checkpoint_saver import Saver, write_checkpoint
 
 
 def names(directory: Path) -> list[str]:
@@ -95,7 +95,7 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint_saver import Saver
+from dsv3fp8.training.checkpoint_saver import Saver, write_checkpoint
 directory, tensors = Path(sys.argv[1]), {"model.w": torch.zeros(1 << 20)}
 saver = Saver(directory, 1, tensors)
 saver.save(1, tensors, {}, {})
@@ -172,3 +172,21 @@ def test_the_size_of_a_file_is_known_beforehand(tmp_path: Path) -> None:
     saver.wait()
     assert saver.share_bytes == 500 * 400 * 6 + 8
     assert 0 < (tmp_path / "step-00000001" / "00000.safetensors").stat().st_size - saver.share_bytes < 2_000
+
+
+def test_tensors_made_one_at_a_time_give_the_files_of_a_save(tmp_path: Path) -> None:
+    """Byte for byte, but for the generators, of which there are none yet."""
+    tensors = {
+        "model.w": torch.arange(6.0).view(2, 3),
+        "model.b": torch.ones(3),
+        "first.w": torch.zeros(2, 3, dtype=torch.bfloat16),
+    }
+    state = {"step": 0, "config": {"a": 1}}
+    saver = Saver(tmp_path / "saved", 1, tensors)
+    saver.save(0, tensors, state, {})
+    saver.wait()
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_checkpoint(tmp_path / "written", 0, layout, lambda name: tensors[name].clone(), state)
+    saved, written = (sorted((tmp_path / name / "step-00000000").iterdir()) for name in ("saved", "written"))
+    assert [path.name for path in saved] == [path.name for path in written] == ["00000.safetensors", "index.json"]
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(saved, written, strict=True))
