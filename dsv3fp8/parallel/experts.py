@@ -55,13 +55,6 @@ def whole(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> di
     return gathered
 
 
-def own(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The reverse of `whole`."""
-    if ranks.expert_group is None:
-        return dict(tensors)
-    return {**tensors, **{name: _own(tensors[name], ranks) for name in expert_names(model) if name in tensors}}
-
-
 def reason_against(recipe: Recipe) -> str | None:
     """Why rows under this recipe cannot travel, or None when they can."""
     for op in ("expert_gate_up", "expert_down"):

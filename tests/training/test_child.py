@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.child import last_error, start_training, wait_until_free
 from dsv3fp8.training.run_directory import RunDirectory
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def tensors(config: Any, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:
     """Do something once, while the record of a step is being logged."""
     real, done = Reporters.log, []
 
@@ -149,6 +150,28 @@ def test_sigterm_finishes_the_step_saves_it_and_exits_143_wherever_it_arrives(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train(config) == 0
     assert [record["step"] for record in curve(config.run_dir)] == list(range(1, 11))
+
+
+def test_a_checkpoint_is_written_while_steps_go_on_and_a_signal_waits_for_it(
+    nano: Any, curve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K08: steps 6 and 7 are taken while step 5 is being written, and are not in it."""
+    whole, config = nano("recipe=bf16", "training.keep=2", run="whole"), nano("recipe=bf16", "training.keep=2", run="slow")
+    assert train(whole) == 0
+    real, taken = checkpoint_saver.write_file, threading.Event()
+
+    def write_file(*arguments: Any) -> bytes:
+        assert taken.wait(60), "training waits for the disk"
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint_saver, "write_file", write_file)
+    at_step(monkeypatch, 7, lambda: (terminate(), threading.Timer(0.5, taken.set).start()))
+    assert train(config) == 143
+    assert steps_on_disk(config) == [5, 7]
+    expected = tensors(whole, 5)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(config, 5).items())
+    assert train(config) == 0
+    assert curve(config.run_dir) == curve(whole.run_dir)
 
 
 def test_sigint_exits_130(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
