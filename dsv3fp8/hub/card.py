@@ -131,7 +131,7 @@ def _use(saved: Saved, number_format: str, has_text: bool) -> str:
     if number_format == "fp8" and _cut_blocks(saved):
         lines += [
             "",
-            "On a CPU, transformers 5.24 cuts a dimension that is no multiple of 128 into other blocks than these: use a GPU.",
+            "On a CPU, transformers 5.24 cuts a dimension that is no multiple of 128 into other blocks than these.",
         ]
     if saved.config.model.mtp_depth:
         lines += [
