@@ -1,13 +1,19 @@
 """`train -m`: combinations of values, their directories, and Hydra's launchers."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
-from dsv3fp8 import cli
+from dsv3fp8 import cli, multirun
 from dsv3fp8.errors import UserError
 from dsv3fp8.multirun import Job, expand
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
@@ -93,6 +99,27 @@ def test_a_launcher_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "hydra/launcher=submitit_slurm is not installed: `pip install 'dsv3fp8[sweep]'`" in line
+
+
+def test_a_signal_is_passed_on_and_goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the sweep is not started: launchers catch exceptions, but no exit."""
+
+    def start(words: list[str], log: Path, environment: Any) -> subprocess.Popen[bytes]:
+        script = f"trap 'echo saved > {tmp_path}/saved; exit 130' INT; echo > {tmp_path}/ready; while :; do sleep 0.05; done"
+        return subprocess.Popen(["sh", "-c", script], start_new_session=True)
+
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(multirun, "start_training", start)
+    monkeypatch.setattr(multirun.HydraConfig, "get", lambda: SimpleNamespace(job=SimpleNamespace(num=0)))
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(SystemExit) as caught:
+        multirun.run_job((Job("a", (), tmp_path / "a"),), DictConfig({}))
+    assert caught.value.code == 130
+    assert (tmp_path / "saved").exists()
 
 
 LAUNCHERS: list[Any] = [

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 from made_up import CORPUS, falling, make_run
+from wandb_files import history, sessions
 
 from dsv3fp8 import cli
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.command import report
+from dsv3fp8.observe.compare.group import log_group
 from dsv3fp8.observe.compare.report import KeptBytes
 from dsv3fp8.observe.compare.runs import find_runs, read_runs, refuse_unlike
 from dsv3fp8.observe.kept_bytes import contract_bytes
+from dsv3fp8.training.config import LoggingConfig
 
 QUIET = "wandb=disabled"
 
@@ -231,16 +234,41 @@ def test_names_from_the_runs_are_escaped(tmp_path: Path) -> None:
 
 
 def test_the_group_in_wandb_has_every_run_and_the_report(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    code = f"from dsv3fp8.cli import main; main(['compare', 'report', {str(runs / 'bf16-seed0')!r}, 'out={tmp_path}'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"W&B offline: group {tmp_path.name} below {tmp_path}/wandb" in done.stdout
-    logs = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(logs) == 2
-    assert all(tmp_path.name.encode() in log.read_bytes() for log in logs)
-    assert any(b"report.html" in log.read_bytes() or b"verdicts" in log.read_bytes() for log in logs)
+    compared = read_runs([runs / "bf16-seed0", runs / "dsv3-seed0", runs / "dsv3-seed1"])
+    compared[2].config.logging.group, compared[2].config.logging.wandb = "mine", "offline"
+    monkeypatch.setattr(Path, "is_dir", lambda path, was=Path.is_dir: path.name == "wandb" or was(path))  # it is in the group
+    data = json.loads((written / "report.json").read_text())
+    for name in ("report.html", "report.png"):
+        (tmp_path / name).write_bytes((written / name).read_bytes())
+    log_group(LoggingConfig(wandb="offline", group="mine"), compared, data, tmp_path, print)
+    found = {}
+    for session in sessions(tmp_path, 3):
+        (about,) = (record.run for record in session if record.HasField("run"))
+        assert about.run_group == "mine"
+        found[about.display_name] = about.run_id, history(session)
+    assert found.keys() == {"bf16-seed0", "dsv3-seed0", "mine report"}
+    _, points = found["dsv3-seed0"]
+    assert [point["step"] for point in points] == list(range(1, 201))
+    assert points[-1]["loss"] == compared[1].records[-1]["loss"]
+    _, points = found["mine report"]
+    errors = {
+        point["step"]: point["relative_error/training/dsv3"] for point in points if "relative_error/training/dsv3" in point
+    }
+    curves = data["curves"]["training"]
+    want = zip(curves["step"], curves["recipes"]["dsv3"]["error"], strict=True)
+    assert errors == {step: error for step, error in want if error is not None}
+    assert {key.split("/")[0] for key in points[-1]} >= {"band", "verdicts", "report", "curves"}
+
+
+def test_without_wandb_a_line_says_so(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    said: list[str] = []
+    log_group(LoggingConfig(group="mine"), read_runs([runs / "bf16-seed0"]), {}, tmp_path, said.append)
+    (line,) = said
+    assert line.startswith("W&B is not installed, so there is no group of the comparison")
 
 
 PROBE = """
