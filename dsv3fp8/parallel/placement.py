@@ -21,9 +21,10 @@ def place(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict
     Stacks of experts [E / P, …] that are dealt out become DTensors [E, …] over ranks.expert_mesh: replicas hold the same,
     and the ranks of a group follow each other along the experts. Tensors that are DTensors already stay as they are.
     """
-    if ranks.expert_mesh is None:
-        return dict(tensors)
     placed = dict(tensors)
+    if ranks.expert == 1:
+        return placed
+    assert ranks.expert_mesh is not None
     for name in expert_names(model):
         if name in tensors and not isinstance(tensors[name], DTensor):
             local = tensors[name].detach()

@@ -145,7 +145,8 @@ def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
         ranks = Ranks(index, count, local_rank())
         if expert > 1:
             mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
-            ranks = replace(ranks, expert=expert, expert_group=mesh.get_group("expert"), replicas=mesh.get_group("replica"))
+            expert_group, replicas = mesh.get_group("expert"), mesh.get_group("replica")
+            ranks = replace(ranks, expert=expert, expert_group=expert_group, replicas=replicas, expert_mesh=mesh)
         yield ranks
         # Not after an error: the others may wait for this rank in another place.
         ranks.wait()

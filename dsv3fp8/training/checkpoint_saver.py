@@ -140,15 +140,10 @@ class Saver:
         """((size of the file, CRC-32 of its header), what went wrong)."""
         path = temporary / file_name(self._ranks.index)
         layout = {name: (part.dtype, tuple(part.shape)) for name, part in share.items()}
-        metadata = {
-            SHARDING: json.dumps({item.index.fqn: {OFFSETS: list(item.index.offset or ())} for item in self._items}),
-            CHECKSUMS: json.dumps({name: zlib.crc32(bytes_of(part)) for name, part in share.items()}),
-            RANDOM: random_states,
-        }
+        offsets = {item.index.fqn: list(item.index.offset or ()) for item in self._items}
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            header = write_file(path, layout, metadata, share.__getitem__)
-            return (path.stat().st_size, zlib.crc32(header)), None
+            return _write_parts(path, layout, offsets, random_states, share.__getitem__), None
         except OSError as error:
             return (0, 0), cannot_write(self._directory, f"{target.name}/{path.name}", error.strerror or str(error))
 
@@ -189,15 +184,23 @@ def write_checkpoint(
     """
     temporary, target = places(directory, step)
     temporary.mkdir(parents=True)
-    sharding = {name: {OFFSETS: [0] * len(shape)} for name, (_, shape) in layout.items()}
-    checksums = {name: zlib.crc32(bytes_of(tensor_of(name))) for name in layout}
-    # No generator has drawn anything yet.
-    metadata = {SHARDING: json.dumps(sharding), CHECKSUMS: json.dumps(checksums), RANDOM: json.dumps({})}
-    path = temporary / file_name(0)
-    header = write_file(path, layout, metadata, tensor_of)
-    files = {path.name: (path.stat().st_size, zlib.crc32(header))}
-    _write_index(temporary / INDEX, json.dumps(state), layout, files)
+    path, offsets = temporary / file_name(0), {name: [0] * len(shape) for name, (_, shape) in layout.items()}
+    written = _write_parts(path, layout, offsets, json.dumps({}), tensor_of)  # no generator has drawn anything yet
+    _write_index(temporary / INDEX, json.dumps(state), layout, {path.name: written})
     publish(temporary, target)
+
+
+def _write_parts(
+    path: Path, layout: Layout, offsets: Mapping[str, list[int]], random_states: str, tensor_of: Callable[[str], Tensor]
+) -> tuple[int, int]:
+    """The file of a rank; (its size, CRC-32 of its header)."""
+    metadata = {
+        SHARDING: json.dumps({name: {OFFSETS: begins} for name, begins in offsets.items()}),
+        CHECKSUMS: json.dumps({name: zlib.crc32(bytes_of(tensor_of(name))) for name in layout}),
+        RANDOM: random_states,
+    }
+    header = write_file(path, layout, metadata, tensor_of)
+    return path.stat().st_size, zlib.crc32(header)
 
 
 def _planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:

@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.parallel.placement import place
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.checkpoint import Checkpoint
-from dsv3fp8.training.checkpoint_directory import places
 from dsv3fp8.training.checkpoint_saver import Saver
 from dsv3fp8.training.optimizer import AdamW
 
@@ -112,16 +110,6 @@ def begin_checkpoint(
     content = {**asdict(state), "optimizer_steps": optimizer.steps, "config": config}
     generators = random_states(next(model.parameters()).device)
     saver.save(state.step, run_tensors(model, optimizer, ranks), content, generators)
-
-
-def save_checkpoint(
-    directory: Path, state: TrainingState, model: nn.Module, optimizer: AdamW, config: Mapping[str, Any], ranks: Ranks = ALONE
-) -> Path:
-    """The same, for what is saved once: waits until it is on the disk, and keeps no other one. The checkpoint's directory."""
-    saver = Saver(directory, 1, run_tensors(model, optimizer, ranks), ranks)
-    begin_checkpoint(saver, state, model, optimizer, config, ranks)
-    saver.wait()
-    return places(directory, state.step)[1]
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: AdamW, ranks: Ranks = ALONE) -> int:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from checkpoints import save_checkpoint
 from support import build
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from dsv3fp8.data.tokenizer import ByteTokenizer, Tokenizer
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.run_directory import RunDirectory
-from dsv3fp8.training.state import TrainingState, save_checkpoint
+from dsv3fp8.training.state import TrainingState
 
 NANO = (
     "data=synthetic", "model.vocab_size=320", "model.dim=48", "model.layers=2", "model.heads=2", "model.q_latent=24",

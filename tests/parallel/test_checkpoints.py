@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import save_checkpoint
 from one_step import made, sequences, share
 from processes import Ranks, on_ranks
 
@@ -28,7 +29,6 @@ from dsv3fp8.training.state import (
     restore,
     restore_random_states,
     run_tensors,
-    save_checkpoint,
 )
 from dsv3fp8.training.step import train_step, validate
 

@@ -190,3 +190,18 @@ def test_tensors_made_one_at_a_time_give_the_files_of_a_save(tmp_path: Path) -> 
     saved, written = (sorted((tmp_path / name / "step-00000000").iterdir()) for name in ("saved", "written"))
     assert [path.name for path in saved] == [path.name for path in written] == ["00000.safetensors", "index.json"]
     assert all(one.read_bytes() == other.read_bytes() for one, other in zip(saved, written, strict=True))
+
+
+def test_a_file_that_the_first_rank_cannot_see_makes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where hosts have a run_dir each, of the same name."""
+    real = checkpoint_saver._write_parts
+
+    def write_parts(path: Path, *rest: Any) -> tuple[int, int]:
+        written = real(path, *rest)
+        path.unlink()
+        return written
+
+    monkeypatch.setattr(checkpoint_saver, "_write_parts", write_parts)
+    with pytest.raises(UserError, match=r"00000\.safetensors .*is run_dir= on a disk that all hosts share\?"):
+        save_tensors(tmp_path, 1, {"model.w": torch.zeros(5)})
+    assert names(tmp_path) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_tensors
+from checkpoints import save_checkpoint, save_tensors
 from torch import nn
 
 from dsv3fp8.errors import UserError
@@ -23,7 +23,6 @@ from dsv3fp8.training.state import (
     model_tensors,
     restore,
     restore_random_states,
-    save_checkpoint,
 )
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save_checkpoint
 from small_study import fewer_draws, study
 
 from dsv3fp8 import cli
@@ -24,7 +25,7 @@ from dsv3fp8.precision import accumulator, ledger
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.tiles import QuantizedTensor, Tile
 from dsv3fp8.training.setup import build
-from dsv3fp8.training.state import TrainingState, save_checkpoint
+from dsv3fp8.training.state import TrainingState
 
 Rows = dict[str, list[dict[str, Any]]]
 
