@@ -145,6 +145,15 @@ class LinearQuantizers(nn.Module):
             return kept  # born inside the experts: each has its one scale already
         return retile(kept, tile, self.gemm.retiled_scale, fmt=spec.storage, groups=groups)
 
+    def scale_of(self, role: str, amax: Tensor) -> Tensor:
+        """The scales of an ungrouped tensor whose tiles have these largest magnitudes, [..., grid rows, grid columns]."""
+        spec: OperandSpec = getattr(self.gemm, role)
+        if role not in self.states:
+            return scale_from_amax(amax, spec.storage, spec.scale)
+        state = self.states[role]
+        assert isinstance(state, ScaleState)
+        return state.scale(amax.flatten()).view_as(amax)
+
     def _kept_scale(self, role: str, x: Tensor, groups: Tensor | None) -> Tensor:
         state = self.states[role]
         assert isinstance(state, ScaleState)
@@ -152,9 +161,8 @@ class LinearQuantizers(nn.Module):
             blocks = _largest(x.detach().reshape(len(groups), 128 * x.shape[-1]))
             per_expert = blocks.new_zeros(state.history.shape[1]).scatter_reduce(0, groups.clamp(min=0), blocks, "amax")
             return state.scale(per_expert)[groups][:, None]
-        if x.dim() > 2:  # weights of experts [E, N, K]
-            return state.scale(_largest(x.detach().flatten(1))).reshape(-1, 1, 1)
-        return state.scale(_largest(x.detach().reshape(1, x.numel()))).reshape(1, 1)
+        matrices = x.detach().flatten(1) if x.dim() > 2 else x.detach().reshape(1, x.numel())  # of experts [E, N, K]
+        return self.scale_of(role, _largest(matrices).reshape(*x.shape[:-2], 1, 1))
 
 
 def _largest(x: Tensor) -> Tensor:

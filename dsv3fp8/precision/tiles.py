@@ -75,11 +75,11 @@ class QuantizedTensor:
 
     def expanded_scale(self) -> Tensor:
         """The scale of every element, float32; broadcastable to [..., R, C]."""
-        return _expand(self.expanded_rows(), -1, self.shape[-1], self.tile.cols, self.col_parts)
+        return expand_grid(self.expanded_rows(), -1, self.shape[-1], self.tile.cols, self.col_parts)
 
     def expanded_rows(self) -> Tensor:
         """The scale grid with one row per row of the matrix, [..., R, grid cols]."""
-        return _expand(self.scale, -2, self.shape[-2], self.tile.rows, self.row_parts)
+        return expand_grid(self.scale, -2, self.shape[-2], self.tile.rows, self.row_parts)
 
     def transposed(self) -> QuantizedTensor:
         """The same codes and scales seen as the transposed matrix (views, nothing moves)."""
@@ -111,7 +111,8 @@ class QuantizedTensor:
         return replace(self, codes=self.codes[index], scale=self.scale[index], shape=self.shape[1:])
 
 
-def _expand(scale: Tensor, dim: int, length: int, tile: int | None, parts: int) -> Tensor:
+def expand_grid(scale: Tensor, dim: int, length: int, tile: int | None, parts: int) -> Tensor:
+    """One entry for each of `length` elements of a dimension, from one for each of its tiles; one alone where it serves all."""
     if tile == 1 or (tile is None and parts == 1):
         return scale
     part = length // parts
