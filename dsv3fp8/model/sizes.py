@@ -27,7 +27,7 @@ def parameter_counts(model: nn.Module, config: ModelConfig) -> dict[str, int]:
 def _size(model: nn.Module, name: str, parameter: nn.Parameter, config: ModelConfig) -> int:
     """Elements; of experts, those of all of them, wherever they are."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    return parameter[0].numel() * config.experts if isinstance(owner, RoutedExperts) else parameter.numel()
+    return parameter.shape[1:].numel() * config.experts if isinstance(owner, RoutedExperts) else parameter.numel()
 
 
 def _active_size(model: nn.Module, name: str, size: int, config: ModelConfig) -> int:

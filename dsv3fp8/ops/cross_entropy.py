@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
                 torch.mm(dlogits, low, out=dhidden[rows])
             dweight = _add_product(dweight, dlogits, hidden[rows], weight.dtype)
         if dweight is None:  # no tokens
-            dweight = torch.zeros_like(weight)
+            dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         if ctx.node:
             ctx.node.report("backward", low, {"dloss": dloss, "w_head": low}, {"dy": dhidden})
             ctx.node.report("wgrad", low, {"y": hidden}, {"dw_head": dweight})

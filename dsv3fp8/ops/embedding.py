@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import outer
 from dsv3fp8.ops.stash import edge_of
-from dsv3fp8.ops.weights import compute_dtype
+from dsv3fp8.ops.weights import compute_dtype, table
 from dsv3fp8.precision import ledger
 
 
@@ -19,7 +19,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.vocabulary = weight.shape[0]
-        return outer.embedding_forward(ids, weight, dtype)
+        return outer.embedding_forward(ids, table(weight), dtype)
 
     @staticmethod
     @once_differentiable
@@ -29,10 +29,13 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: Tensor, weight: Tensor, compute: str) -> Tensor:
-    """Rows of the FP32 master [V, D] for ids int64 [T], rounded to the compute dtype. Its gradient sums in FP32."""
+    """Rows of the FP32 master [V, D] for ids int64 [T], rounded to the compute dtype. Its gradient sums in FP32.
+
+    Of a master cut over ranks all rows were rounded before they were gathered.
+    """
     out: Tensor = _Embedding.apply(ids, weight, compute_dtype(compute, weight))
     if node := ledger.here("embedding"):
-        node.report("forward", out, {"ids": ids, "w_embedding": weight}, {"x0": out}, {"ids": ids})
+        node.report("forward", out, {"ids": ids, "w_embedding": table(weight)}, {"x0": out}, {"ids": ids})
     return out
 
 

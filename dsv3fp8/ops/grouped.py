@@ -63,7 +63,7 @@ def grouped_wgrad(dy: Operand, x: Operand, plan: Plan, master: Tensor, spec: Gem
             left, right = (_whole_tiles(operand, start, _computed_rows(count, master.device)) for operand in (dy, x))
             parts.append(matmul_nt(transposed(left), transposed(right), master.dtype, spec, "wgrad"))
         else:
-            parts.append(torch.zeros_like(master[0]))
+            parts.append(torch.zeros(master.shape[1:], dtype=master.dtype, device=master.device))
     return torch.stack(parts)
 
 

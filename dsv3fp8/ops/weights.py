@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dsv3fp8.kernels.backend import quantize_mirrored
 from dsv3fp8.ops.quantizers import LinearQuantizers
+from dsv3fp8.ops.shards import ShardCodes
+from dsv3fp8.precision.gathered import GatheredWeight
 from dsv3fp8.precision.tiles import BLOCK_128, Operand, QuantizedTensor
 
 
@@ -25,19 +27,23 @@ class WeightCodes:
 
     The codes are kept until the master changes: in-place updates (optimizer, load_state_dict) move its version, and
     `invalidate` is called after every step and load for changes that autograd's counter does not see.
+    Of a master that is cut over ranks they are kept in `shard`, a part on each, and read from the gathered weight.
     """
 
     def __init__(self, quantizers: LinearQuantizers, row_parts: int = 1) -> None:
         self.quantizers = quantizers
         self.row_parts = row_parts
+        self.shard: ShardCodes | None = None
         self._cached: _Cached | None = None
 
     def fprop(self, weight: Tensor) -> Operand:
         """W as fprop's operand: [..., N, K], tiled along K."""
-        return self._fresh(weight).fprop
+        return weight.fprop if isinstance(weight, GatheredWeight) else self._fresh(weight).fprop
 
     def dgrad(self, weight: Tensor) -> Operand:
         """W^T as dgrad's operand: [..., K, N], tiled along N; fprop's codes with the transposed scale grid if they serve."""
+        if isinstance(weight, GatheredWeight):
+            return _transposed(weight.dgrad or weight.fprop)
         cached = self._fresh(weight)
         if cached.dgrad is None:
             spec = self.quantizers.gemm.weight
@@ -48,7 +54,10 @@ class WeightCodes:
         return cached.dgrad
 
     def invalidate(self) -> None:
+        """Drops the codes."""
         self._cached = None
+        if self.shard is not None:
+            self.shard.invalidate()
 
     def _fresh(self, weight: Tensor) -> _Cached:
         cached = self._cached
@@ -71,6 +80,14 @@ class WeightCodes:
             if not gemm.weight.quantized:
                 return weight.detach().to(compute_dtype(gemm.compute, weight))
             return self.quantizers.quantize("weight", weight.detach(), k_axis, row_parts=self.row_parts)
+
+
+def table(weight: Tensor) -> Tensor:
+    """The values of a weight that is looked up, not multiplied: the master, or what was gathered of it."""
+    if not isinstance(weight, GatheredWeight):
+        return weight
+    assert isinstance(weight.fprop, Tensor), "a table is never quantized"
+    return weight.fprop
 
 
 def compute_dtype(name: str, like: Tensor) -> torch.dtype:

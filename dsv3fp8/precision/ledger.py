@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from dsv3fp8.precision.formats import E5M6
+from dsv3fp8.precision.gathered import GatheredWeight
 from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div, grid_size
 
@@ -98,7 +100,7 @@ class Ledger:
     def __post_init__(self) -> None:
         self._kernels: dict[tuple[str, str], list[tuple[str, str]]] = {}
         self.keeping = True  # False while no graph is built: nothing is kept then
-        self._parameters: set[int] = set()
+        self._parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by address
         self._seen: dict[int, Saved] = {}  # storages of the running forward: autograd's, and the ops'
         self._kept: dict[int, str] = {}
 
@@ -146,19 +148,26 @@ class Ledger:
     def settle(self) -> None:
         """Holds what autograd keeps of the forward so far against what its ops reported."""
         self.unreported += [saved for key, saved in self._seen.items() if key not in self._kept]
-        self.unsaved += [name for key, name in self._kept.items() if key not in self._seen and key not in self._parameters]
+        self.unsaved += [name for key, name in self._kept.items() if key not in self._seen and not self._of_parameter(key)]
         self._seen, self._kept = {}, {}
 
     def pack(self, t: Tensor) -> Tensor:
         """The hook autograd calls on everything it saves."""
+        if isinstance(t, GatheredWeight):
+            return t  # the shell of a parameter: it keeps nothing of what was gathered
         key = t.untyped_storage().data_ptr()
         if isinstance(t, nn.Parameter):
-            self._parameters.add(key)
-        elif t.untyped_storage().nbytes() and key not in self._seen and key not in self._parameters:
+            self._parameters[key] = t
+        elif t.untyped_storage().nbytes() and key not in self._seen and not self._of_parameter(key):
             self._seen[key] = Saved(self.scope, _format(t), tuple(t.shape), t.untyped_storage().nbytes())
             self.saved.append(self._seen[key])
         # An op's own output would hold the graph that holds it.
         return t if t.grad_fn is None else t.detach()
+
+    def _of_parameter(self, key: int) -> bool:
+        """Whether a parameter lies at this address still: a gathered one is freed, and others take its place."""
+        parameter = self._parameters.get(key)
+        return parameter is not None and parameter.untyped_storage().data_ptr() == key
 
     def kept_record(self, where: str, record: TensorRecord, x: Operand, inert: float) -> TensorRecord | None:
         """record as something kept: bytes of its storages, counted once; None for parameters and without a graph."""
@@ -166,7 +175,7 @@ class Ledger:
             return None
         parts = [x.codes, x.scale] if isinstance(x, QuantizedTensor) else [x]
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
-        stored = {key: size for key, size in stored.items() if size and key not in self._parameters}
+        stored = {key: size for key, size in stored.items() if size and not self._of_parameter(key)}
         if not stored and any(t.nbytes > 0 for t in parts):
             return None
         new = {key: size for key, size in stored.items() if key not in self._kept}
