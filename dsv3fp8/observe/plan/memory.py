@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.observe.plan.stages import Stage, stages
 from dsv3fp8.observe.plan.stash import Load, kept_bytes
-from dsv3fp8.observe.plan.weights import FP32, Unit, Weight, compute_bytes
+from dsv3fp8.observe.plan.weights import FP32, SCALE, Unit, Weight, compute_bytes
 from dsv3fp8.parallel.config import ParallelConfig
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.precision.tiles import ceil_div
@@ -70,29 +71,41 @@ def memory(plan: Planned) -> Memory:
 def resting_codes(weight: Weight, plan: Planned) -> int:
     """What forward and backward read of it, as it stays from step to step: for a cut weight the GPU's part of its codes.
 
-    Codes are made once a step. Both orientations stay where nothing is gathered. A cut weight that is read in the compute
-    type is cast as it is sent.
+    Codes are made once a step. Both orientations stay where nothing is gathered; of a cut weight all scales lie on every GPU.
+    What is read in the compute type is cast as it is sent.
     """
     if weight.wide or weight.name == "embedding":
         return 0
     coded, shard = weight.coded(plan.recipe), weight.shard(plan.parallel)
-    if shard > 1 and not coded:
-        return 0
+    if shard > 1:
+        if not coded:
+            return 0
+        scales = SCALE * sum(weight.scales(plan.recipe))
+        return weight.of_rank(plan.parallel) * (ceil_div(weight.travel_bytes(plan.recipe), shard) + scales)
     if not coded and compute_bytes(plan.recipe) == FP32:
         return 0  # the master itself
-    both = 2 if coded and shard == 1 else 1
-    return both * weight.of_rank(plan.parallel) * ceil_div(weight.read_bytes(plan.recipe), shard)
+    return (2 if coded else 1) * weight.of_rank(plan.parallel) * weight.read_bytes(plan.recipe)
 
 
 def travelling(plan: Planned, at: int) -> int:
     """Gathered weights of this unit and the next one, and FP32 gradients, whole, of this one and the one behind it.
 
-    Those behind are still being reduced. Gradients of what is not cut are where they stay.
+    Those behind are still being reduced. What belongs to no block is gathered all the time, and its gradients are reduced at
+    the end. Of the weights in use dgrad turns one at a time. Gradients of what is not cut are where they stay.
     """
-    gathered = sum(_gathered(weight, plan, in_use=True) for weight in plan.units[at].weights)
-    gathered += sum(_gathered(weight, plan, in_use=False) for ahead in plan.units[:at][-1:] for weight in ahead.weights)
-    cut = [w for unit in plan.units[at : at + 2] for w in unit.weights if w.shard(plan.parallel) > 1]
-    return gathered + sum(_whole_gradient(weight, plan) for weight in cut)
+    units = plan.units
+    stay = [weight for unit in units for weight in unit.weights if weight.stays]
+    moving = [weight for unit in units[max(at - 1, 0) : at + 1] for weight in unit.weights if not weight.stays]
+    reduced = [weight for unit in units[at : at + 2] for weight in unit.weights if not weight.stays]
+    reduced += [weight for unit in units[at:] for weight in unit.weights if weight.stays]
+    gathered = sum(weight.of_rank(plan.parallel) * weight.travel_bytes(plan.recipe) for weight in _cut(stay + moving, plan))
+    turned = [weight for weight in _cut(units[at].weights, plan) if weight.coded(plan.recipe)]
+    one_way = [w.of_rank(plan.parallel) * w.rows * w.columns for w in turned if len(w.scales(plan.recipe)) == 1]
+    return gathered + max(one_way, default=0) + sum(_whole_gradient(weight, plan) for weight in _cut(reduced, plan))
+
+
+def _cut(weights: Iterable[Weight], plan: Planned) -> list[Weight]:
+    return [weight for weight in weights if weight.shard(plan.parallel) > 1]
 
 
 def added_later(plan: Planned, unit: Unit, stage: Stage) -> int:
@@ -110,11 +123,3 @@ def added_later(plan: Planned, unit: Unit, stage: Stage) -> int:
 
 def _whole_gradient(weight: Weight, plan: Planned) -> int:
     return FP32 * weight.of_rank(plan.parallel) * weight.rows * weight.columns
-
-
-def _gathered(weight: Weight, plan: Planned, in_use: bool) -> int:
-    """A whole weight on a GPU that keeps a part of it; codes in use are there for dgrad too."""
-    if weight.shard(plan.parallel) == 1:
-        return 0
-    both = 2 if in_use and weight.coded(plan.recipe) else 1
-    return both * weight.of_rank(plan.parallel) * weight.read_bytes(plan.recipe)

@@ -21,6 +21,7 @@ class Weight:
     """`experts` matrices [rows, columns] of routed experts, or one for all tokens (experts: 0). Norms have one column.
 
     op: the recipe's name of a linear, which may read codes. wide: read in FP32 (norms, router). parts: fused halves.
+    stays: of a cut model gathered once for forward and backward, with what belongs to no block.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Weight:
     op: str = ""
     wide: bool = False
     parts: int = 1
+    stays: bool = False
 
     @property
     def elements(self) -> int:
@@ -45,24 +47,31 @@ class Weight:
         return parallel.expert_shard if self.experts else parallel.dp_shard
 
     def kept(self, parallel: ParallelConfig) -> int:
-        """Elements on the GPU that has most: whole rows."""
-        return self.of_rank(parallel) * ceil_div(self.rows, self.shard(parallel)) * self.columns
+        """Elements on the GPU that has most: whole rows, or whole experts where these divide or nothing does."""
+        shard, matrices = self.shard(parallel), self.of_rank(parallel)
+        if self.experts and (matrices % shard == 0 or self.rows % shard):
+            return ceil_div(matrices, shard) * self.rows * self.columns
+        return matrices * ceil_div(self.rows, shard) * self.columns
 
     def read_bytes(self, recipe: Recipe) -> int:
         """Of one matrix as GEMMs read it: codes with scales, the compute type, or FP32."""
-        if self.wide:
-            return FP32 * self.rows * self.columns
         if not self.coded(recipe):
-            return compute_bytes(recipe) * self.rows * self.columns
-        tile = recipe.linear(self.op).weight.tile
-        blocks = ceil_div(self.columns, 128)
-        scales = {
-            "128x128": self.parts * ceil_div(self.rows // self.parts, 128) * blocks,
-            "1x128": self.rows * blocks,
-            "row": self.rows,
-            "tensor": 1,
-        }[tile]
-        return self.rows * self.columns + SCALE * scales
+            return (FP32 if self.wide else compute_bytes(recipe)) * self.rows * self.columns
+        return self.rows * self.columns + SCALE * self.scales(recipe)[0]
+
+    def travel_bytes(self, recipe: Recipe) -> int:
+        """Of one matrix as it is gathered: codes in as many orientations as the GEMMs need, or as they read it."""
+        return len(self.scales(recipe)) * self.rows * self.columns if self.coded(recipe) else self.read_bytes(recipe)
+
+    def scales(self, recipe: Recipe) -> tuple[int, ...]:
+        """Of one coded matrix, for each orientation that does not serve the other one as well."""
+        blocks = [ceil_div(self.rows // self.parts, 128) * self.parts, ceil_div(self.columns, 128)]
+        return {
+            "128x128": (blocks[0] * blocks[1],),
+            "1x128": (self.rows * blocks[1], blocks[0] * self.columns),
+            "row": (self.rows, self.columns),
+            "tensor": (1,),
+        }[recipe.linear(self.op).weight.tile]
 
     def coded(self, recipe: Recipe) -> bool:
         """Whether its GEMMs read codes."""
@@ -94,17 +103,17 @@ def units(config: ModelConfig) -> list[Unit]:
     if config.has_experts:
         blocks += [Unit("moe", block_weights(config, dense=False))] * (config.layers - config.dense_layers)
     table = config.vocab_size, config.dim
-    head = [Weight("final norm", config.dim, wide=True)]
+    head = [Weight("final norm", config.dim, wide=True, stays=True)]
     if not config.tied_head:
-        head.append(Weight("head", *table))
+        head.append(Weight("head", *table, stays=True))
     joint = (
-        Weight("hidden norm", config.dim, wide=True),
-        Weight("embedding norm", config.dim, wide=True),
+        Weight("hidden norm", config.dim, wide=True, stays=True),
+        Weight("embedding norm", config.dim, wide=True, stays=True),
         Weight("projection", config.dim, 2 * config.dim),
-        Weight("last norm", config.dim, wide=True),
+        Weight("last norm", config.dim, wide=True, stays=True),
     )
     ahead = [Unit("mtp", (*joint, *block_weights(config, dense=not config.has_experts)))] * config.mtp_depth
-    return [Unit("embedding", (Weight("embedding", *table),)), *blocks, *ahead, Unit("head", tuple(head))]
+    return [Unit("embedding", (Weight("embedding", *table, stays=True),)), *blocks, *ahead, Unit("head", tuple(head))]
 
 
 def block_weights(config: ModelConfig, dense: bool) -> tuple[Weight, ...]:

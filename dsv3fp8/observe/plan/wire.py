@@ -11,7 +11,7 @@ from dsv3fp8.precision.recipe import OperandSpec, Recipe
 from dsv3fp8.precision.tiles import ceil_div
 
 PASSES = 2
-"""Forward and backward gather the weights anew: between them nobody keeps what was gathered."""
+"""Forward and backward gather the weights of blocks anew: between them nobody keeps what was gathered."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ def transfers(plan: Planned, node: int) -> list[Transfer]:
         chosen = [weight for weight in weights if bool(weight.experts) is some]
         label = "expert weights" if some else "weights"
         shard, replicate = meshes[f"{prefix}shard"], meshes[f"{prefix}replicate"]
-        gathered = PASSES * plan.accumulate * sum(_whole(weight, plan) for weight in chosen)
+        passes = plan.accumulate * sum((1 if weight.stays else PASSES) * _travels(weight, plan) for weight in chosen)
+        scales = SCALE * sum(w.of_rank(plan.parallel) * sum(w.scales(plan.recipe)) for w in chosen if w.coded(plan.recipe))
         whole = FP32 * sum(weight.of_rank(plan.parallel) * weight.rows * weight.columns for weight in chosen)
         found += [
-            _ring(f"gather {label}", shard, gathered),
+            _ring(f"gather {label}", shard, passes),
+            _ring(f"compare tiles of {label}", shard, 2 * scales),
             _ring(f"reduce-scatter gradients of {label}", shard, plan.accumulate * whole),
             _ring(f"all-reduce gradients of {label}", replicate, 2 * whole // shard.size),
         ]
@@ -105,8 +107,8 @@ def row_bytes(spec: OperandSpec, width: int, recipe: Recipe) -> int:
     return width + SCALE * {"1x128": ceil_div(width, 128), "row": 1, "tensor": 0, "128x128": ceil_div(width, 128)}[spec.tile]
 
 
-def _whole(weight: Weight, plan: Planned) -> int:
-    return weight.of_rank(plan.parallel) * weight.read_bytes(plan.recipe)
+def _travels(weight: Weight, plan: Planned) -> int:
+    return weight.of_rank(plan.parallel) * weight.travel_bytes(plan.recipe)
 
 
 def _ring(what: str, group: Group, payload: int) -> Transfer:

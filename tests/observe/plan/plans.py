@@ -23,6 +23,8 @@ DENSE = nano(
 QUANTIZED = 98_304 + 49_152 + 65_536 + 65_536 + 262_144 + 131_072
 # Blocks of 128×128: q 3·2, kv_a 2·2, kv_b 4·1, out 2·2, gate_up 8·2, down 2·4.
 SCALES = 6 + 4 + 4 + 4 + 16 + 8
+# Rows and columns: q, kv_a, kv_b, out, gate_up, down.
+ROWS = 384 + 256 + 192 + 256 + 512 + 128 + 256 + 256 + 1024 + 256 + 256 + 512
 PARAMETERS = QUANTIZED + 640 + 256 + 512_000
 
 

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from plans import DENSE, PARAMETERS, QUANTIZED, SCALES, plan_of, preset
+from plans import DENSE, PARAMETERS, QUANTIZED, ROWS, SCALES, plan_of, preset
 from support import nano, recipe
 
 from dsv3fp8.observe.plan.memory import Planned
@@ -47,15 +47,17 @@ def test_the_exchange_of_a_step_counts_layers_and_micro_batches() -> None:
     assert dispatch.network == 0
 
 
-def test_sharded_weights_are_gathered_twice_as_the_recipe_reads_them() -> None:
-    wide = 4 * (640 + 256)  # norms in FP32
-    rest = 2 * 512_000  # embedding and head in BF16
-    for name, codes in (("dsv3", QUANTIZED + 4 * SCALES), ("bf16", 2 * QUANTIZED)):
+def test_sharded_weights_are_gathered_as_the_recipe_reads_them() -> None:
+    """Twice, but for the embedding, the head and its norm; scales once a step, as the largest magnitudes of tiles."""
+    rest = 2 * 512_000 + 4 * 256  # embedding and head in BF16, the last norm
+    for name, codes, compared in (("dsv3", QUANTIZED, SCALES), ("bf16", 2 * QUANTIZED, 0), ("rowwise", 2 * QUANTIZED, ROWS)):
         sent = by_name(transfers(plan_of(DENSE, recipe(name), (1, 4, 1), accumulate=3), node=8))
-        assert sent.keys() == {"gather weights", "reduce-scatter gradients of weights"}
-        assert sent["gather weights"].payload == 3 * 2 * (codes + wide + rest)
+        assert sent["gather weights"].payload == 3 * (2 * (codes + 4 * 640) + rest)
         assert sent["reduce-scatter gradients of weights"].payload == 3 * 4 * PARAMETERS
         assert sent["gather weights"].sent == sent["gather weights"].payload * 3 / 4
+        assert ("compare tiles of weights" in sent) == (compared > 0)
+        assert not compared or sent["compare tiles of weights"].payload == 2 * 4 * compared
+        assert len(sent) == 2 + (compared > 0)
 
 
 def test_replicas_reduce_once_a_step() -> None:
