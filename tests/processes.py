@@ -23,7 +23,13 @@ CONTEXT.set_forkserver_preload(["dsv3fp8.training.loop", "dsv3fp8.config"])  # t
 
 
 def on_ranks(
-    count: int, function: Callable[..., Any], *arguments: Any, expert: int = 1, device: str = "cpu", timeout: float = 120
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    expert: int = 1,
+    shard: int = 1,
+    device: str = "cpu",
+    timeout: float = 120,
 ) -> list[Any]:
     """What function(ranks, *arguments) returns on each of so many ranks, rank by rank. AssertionError if one fails or hangs.
 
@@ -32,8 +38,9 @@ def on_ranks(
     port, pipes, processes = _free_port(), [], []
     for index in range(count):
         ours, theirs = CONTEXT.Pipe()
+        layout = expert, shard
         process = CONTEXT.Process(
-            target=_run, args=(theirs, index, count, port, expert, device, function, arguments), daemon=True
+            target=_run, args=(theirs, index, count, port, layout, device, function, arguments), daemon=True
         )
         process.start()
         theirs.close()
@@ -65,12 +72,12 @@ def _results(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _run(
-    pipe: Connection, index: int, count: int, port: int, expert: int, device: str, function: Callable[..., Any],
+    pipe: Connection, index: int, count: int, port: int, layout: tuple[int, int], device: str, function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     _become(index, count, port)
     try:
-        with join(torch.device(device, index) if device == "cuda" else torch.device(device), expert) as ranks:
+        with join(torch.device(device, index) if device == "cuda" else torch.device(device), *layout) as ranks:
             pipe.send((True, _portable(function(ranks, *arguments))))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -48,12 +48,16 @@ class RoutedExperts(Masters):
         self.recipe = recipe
         self.make_plan: MakePlan = make_plan
 
-    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> Journey | TEJourney:
+    def set_out(self, x: Activation, weights: Tensor, plan: Plan) -> Journey | TEJourney:
         """x [T, D] and its gate weights fp32 [T, K] set out; what comes back is the routed part of x."""
         call = ExpertsCall(
             plan, self.recipe, self.gate_up_quantizers, self.down_quantizers, self.gate_up_codes, self.down_codes
         )  # fmt: skip
-        return Journey(x.edge, x.operand, weights, (self.gate_up, self.down), call)
+        return Journey(x.edge, x.operand, weights, call)
+
+    def forward(self, edge: Tensor, journey: Journey) -> Tensor:
+        """The experts' own work, from the journey's edge to its next one: where weights that are cut over ranks are here."""
+        return journey.work(edge, (self.gate_up, self.down))
 
 
 def make_experts(config: ModelConfig, recipe: Recipe) -> RoutedExperts:
@@ -91,8 +95,8 @@ class MoELayer(Masters):
         plan = experts.make_plan(routing.ids, config.experts, sequences.real)
         self.router.count(plan.here.load)
         # Half of the shared expert while the payload is on the wire, half while it comes back; backward in reverse.
-        journey = experts(payload, routing.weights, plan)
+        journey = experts.set_out(payload, routing.weights, plan)
         hidden = self.shared.hidden(of_shared) if self.shared is not None else None
-        journey.work()
+        journey.edge = experts(journey.edge, journey)
         of_others = [] if self.shared is None else [self.shared.down(hidden)]
         return residual_sum(rail, journey.come_back(), *of_others), routing.balance

@@ -32,28 +32,32 @@ class TERoutedExperts(RoutedExperts):
             Borrower(up, names, self.gate_up_codes), Borrower(down, names, self.down_codes)
         )  # fmt: skip
 
-    def forward(self, x: Activation, weights: Tensor, plan: Plan) -> TEJourney:
-        return TEJourney(self, x, weights, plan)
+    def set_out(self, x: Activation, weights: Tensor, plan: Plan) -> TEJourney:
+        return TEJourney(x, weights, plan)
+
+    def forward(self, edge: Tensor, journey: TEJourney) -> Tensor:  # type: ignore[override]
+        return journey.work(edge, self)
 
 
 class TEJourney:
     """As `ops.experts.Journey`; what is on the wire is waited for at once."""
 
-    def __init__(self, experts: TERoutedExperts, x: Activation, weights: Tensor, plan: Plan) -> None:
-        self._experts, self._weights, self._plan = experts, weights, plan
-        self._rows: Tensor = _Dispatch.apply(x.edge, values_of(x.operand), plan)
+    def __init__(self, x: Activation, weights: Tensor, plan: Plan) -> None:
+        self._weights, self._plan = weights, plan
+        self.edge: Tensor = _Dispatch.apply(x.edge, values_of(x.operand), plan)
 
-    def work(self) -> None:
+    def work(self, rows: Tensor, experts: TERoutedExperts) -> Tensor:
         """The experts themselves."""
-        experts, rows, splits = self._experts, self._rows, row_splits(self._plan)
+        splits = row_splits(self._plan)
         up, down = experts.up_borrower, experts.down_borrower
         h = up(up.lend(rows, rows, experts.gate_up), experts.gate_up, splits)
         act: Tensor = _SwiGLU.apply(h, _Pick.apply(self._weights, self._plan))
-        self._rows = down(down.lend(act, act, experts.down), experts.down, splits)
+        out: Tensor = down(down.lend(act, act, experts.down), experts.down, splits)
+        return out
 
     def come_back(self) -> Tensor:
         """The routed part of the MoE, [T, D]."""
-        out: Tensor = _Combine.apply(self._rows, self._plan)
+        out: Tensor = _Combine.apply(self.edge, self._plan)
         return out
 
 

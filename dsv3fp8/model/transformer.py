@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -142,17 +142,37 @@ class Transformer(Masters):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """V3 initialization: matrices normal(0, init_std), norms one, biases and scale histories zero.
+        """V3 initialization: matrices normal(0, init_std), norms one, biases and scale histories zero."""
+        parameters = dict(self.named_parameters())
+        for name, matrix, values in self.initial_weights(seed):
+            (parameters[name] if matrix is None else parameters[name][matrix]).copy_(values)
+        self.clear_buffers()
+
+    def initial_weights(self, seed: int) -> Iterator[tuple[str, int | None, Tensor]]:
+        """(parameter, which matrix of a stack, its FP32 values), also of a model without memory.
 
         Drawn on the CPU in the order of the parameters, so that every device starts from the same bits.
         """
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
+
+        def drawn(shape: torch.Size) -> Tensor:
+            empty = torch.empty(shape, dtype=torch.float32, device="cpu")
+            return empty.normal_(0.0, self.config.init_std, generator=generator)
+
+        for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                yield name, None, torch.ones(parameter.shape, device="cpu")
+            elif parameter.dim() == 2:
+                yield name, None, drawn(parameter.shape)
             else:
-                draw = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(draw.normal_(0.0, self.config.init_std, generator=generator))
+                # torch draws 16 numbers at a time: matrices of so many are those of the stack, which need not lie there whole.
+                alone = parameter.shape[1:].numel() % 16 == 0
+                shapes = parameter.shape[1:] if alone else parameter.shape
+                stack = (drawn(shapes) for _ in range(len(parameter))) if alone else iter(drawn(shapes))
+                yield from ((name, matrix, values) for matrix, values in enumerate(stack))
+
+    def clear_buffers(self) -> None:
+        """Biases, counts and scale histories as they are before the first step."""
         for buffer in self.buffers():
             buffer.zero_()
         self.invalidate_codes()

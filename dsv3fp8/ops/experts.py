@@ -270,23 +270,24 @@ class Journey:
     """The copies of tokens on their way to the routed experts and back: set out, worked on, brought home, in this order.
 
     Between two of these calls they are on the wire, where there is one; in backward, where the calls come in reverse, their
-    gradients are.
+    gradients are. edge: the autograd edge that the next call takes.
     """
 
-    def __init__(self, edge: Tensor, x: Operand, weights: Tensor, masters: tuple[Tensor, Tensor], call: ExpertsCall) -> None:
+    def __init__(self, edge: Tensor, x: Operand, weights: Tensor, call: ExpertsCall) -> None:
         """Sets out.
 
         x: the dispatch payload [T, D] as the norm emitted it, in token order. edge: its autograd edge, in the compute dtype.
-        weights: gate weights fp32 [T, K]. masters: fp32 gate and up [E, 2F, D], down [E, D, F].
+        weights: gate weights fp32 [T, K].
         """
-        self._call, self._way, self._weights, self._masters = call, Underway(), weights, masters
-        self._edge: Tensor = _SetOut.apply(edge, weights, x, call, self._way)
+        self._call, self._way, self._weights = call, Underway(), weights
+        self.edge: Tensor = _SetOut.apply(edge, weights, x, call, self._way)
 
-    def work(self) -> None:
-        """The experts themselves."""
-        self._edge = _Work.apply(self._edge, *self._masters, self._weights.detach(), self._call, self._way)
+    def work(self, edge: Tensor, masters: tuple[Tensor, Tensor]) -> Tensor:
+        """The experts themselves, from the edge to the next one. masters: fp32 gate and up [E, 2F, D], down [E, D, F]."""
+        out: Tensor = _Work.apply(edge, *masters, self._weights.detach(), self._call, self._way)
+        return out
 
     def come_back(self) -> Tensor:
         """The routed part of the MoE, [T, D]."""
-        out: Tensor = _ComeBack.apply(self._edge, self._weights, self._call, self._way)
+        out: Tensor = _ComeBack.apply(self.edge, self._weights, self._call, self._way)
         return out

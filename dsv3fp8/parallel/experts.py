@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dsv3fp8.model.experts import RoutedExperts
 from dsv3fp8.parallel.ranks import Ranks
@@ -22,7 +23,7 @@ STACKS = ("gate_up", "down")
 
 
 def deal_out(model: Transformer, ranks: Ranks) -> None:
-    """Cut the stacks of experts [E, …] of an initialized model down to those of this rank, [E / P, …]."""
+    """Cut the stacks of experts [E, …] of a model, initialized or without memory, down to those of this rank, [E / P, …]."""
     if ranks.expert_group is None:
         return
     for _, module in _routed(model):
@@ -43,16 +44,27 @@ def expert_parameters(model: Transformer) -> list[nn.Parameter]:
 
 
 def whole(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Tensors by parameter name with all experts in their stacks. Called by all ranks."""
+    """Tensors by parameter name with all experts in their stacks and all parts in their place. Called by all ranks."""
+    gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
     if ranks.expert_group is None:
-        return dict(tensors)
-    gathered = dict(tensors)
+        return gathered
     for name in expert_names(model):
-        part = tensors[name].detach().contiguous()
+        part = gathered[name].detach().contiguous()
         parts = [torch.empty_like(part) for _ in range(ranks.expert)]
         dist.all_gather(parts, part, group=ranks.expert_group)
         gathered[name] = torch.cat(parts)
     return gathered
+
+
+def own(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The reverse of `whole`; nothing is sent."""
+    mine = dict(tensors)
+    if ranks.expert_group is not None:
+        mine |= {name: _own(tensors[name], ranks) for name in expert_names(model) if name in tensors}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and name in mine:
+            mine[name] = distribute_tensor(mine[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return mine
 
 
 def reason_against(recipe: Recipe) -> str | None:
@@ -65,10 +77,16 @@ def reason_against(recipe: Recipe) -> str | None:
     return None
 
 
-def _own(stack: Tensor, ranks: Ranks) -> Tensor:
-    each = stack.shape[0] // ranks.expert
+def own_experts(count: int, ranks: Ranks) -> range:
+    """Which of `count` experts this rank has."""
+    each = count // ranks.expert
     first = ranks.index % ranks.expert * each
-    return stack[first : first + each]
+    return range(first, first + each)
+
+
+def _own(stack: Tensor, ranks: Ranks) -> Tensor:
+    mine = own_experts(len(stack), ranks)
+    return stack[mine.start : mine.stop]
 
 
 def _routed(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:

@@ -47,6 +47,8 @@ class Ranks:
     index: 0 .. count - 1. local: among those of this host. Every method but `first` is called by all ranks, in one order.
     expert: ranks in a row that the experts are dealt out to, None as their group where each rank has all of them.
     replicas: the ranks that hold the same experts as this one. expert_mesh: [replicas, expert], of all ranks.
+    shard: ranks in a row that weights are cut over. shard_mesh: [shard], or [replicate, shard] where there are replicas of
+    these; expert_shard_mesh: the same of the experts, None where each rank has its experts whole.
     """
 
     index: int = 0
@@ -56,11 +58,19 @@ class Ranks:
     expert_group: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
+    shard: int = 1
+    shard_mesh: DeviceMesh | None = None
+    expert_shard_mesh: DeviceMesh | None = None
 
     @property
     def first(self) -> bool:
         """Whether this is the one that writes and speaks."""
         return self.index == 0
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks in a row that hold all experts between them, each once."""
+        return max(self.expert, self.shard)
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Each tensor becomes its sum over the ranks, the same bits on all of them."""
@@ -121,11 +131,11 @@ def local_rank() -> int:
 
 
 @contextmanager
-def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
+def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Ranks]:
     """Meet the other ranks, and leave with them: nobody leaves before all have finished what is inside.
 
-    expert: so many ranks in a row hold all experts between them. Raises LostRank if one of the others is gone; where this one
-    is held up in a collective then, the process ends (see `watch`).
+    expert: so many ranks in a row hold all experts between them. shard: so many hold the parts of all else. Raises LostRank if
+    one of the others is gone; where this one is held up in a collective then, the process ends (see `watch`).
     """
     if rank_count() == 1:
         yield ALONE
@@ -147,6 +157,8 @@ def join(device: torch.device, expert: int = 1) -> Iterator[Ranks]:
             mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
             expert_group, replicas = mesh.get_group("expert"), mesh.get_group("replica")
             ranks = replace(ranks, expert=expert, expert_group=expert_group, replicas=replicas, expert_mesh=mesh)
+        if shard > 1:
+            ranks = _with_shards(ranks, device.type, shard)
         yield ranks
         # Not after an error: the others may wait for this rank in another place.
         ranks.wait()
@@ -186,6 +198,21 @@ def _leave(gone: str) -> None:
 def left_alone(gone: str) -> str:
     """What a run says that ends because a rank is gone."""
     return f"{gone}, so the others stop too; start again to go on from the checkpoint"
+
+
+def _with_shards(ranks: Ranks, device: str, shard: int) -> Ranks:
+    """With the meshes that weights are cut over. Ranks lie replica by replica, the expert groups inside them."""
+    mesh = init_device_mesh(device, (ranks.count // shard, shard), mesh_dim_names=("replicate", "shard"))
+    of_weights = mesh if ranks.count > shard else mesh["shard"]
+    cut = shard // ranks.expert  # ranks that an expert is cut over: 0 where an expert group spans several shard groups
+    if ranks.expert == 1 or cut <= 1:
+        of_experts = of_weights if ranks.expert == 1 else None
+        return replace(ranks, shard=shard, shard_mesh=of_weights, expert_shard_mesh=of_experts)
+    names = "expert_replicate", "expert_shard", "expert"
+    replicas = ranks.count // shard
+    whole = init_device_mesh(device, (replicas, cut, ranks.expert), mesh_dim_names=names)
+    of_experts = whole[names[:2]] if replicas > 1 else whole["expert_shard"]
+    return replace(ranks, shard=shard, shard_mesh=of_weights, expert_shard_mesh=of_experts)
 
 
 def speaks() -> bool:

@@ -2,7 +2,8 @@
 
 Every rank has differentiated its share of the step's loss, whose means range over the tokens of all ranks: what is added up
 here is divided by nothing. An expert has seen the tokens of all ranks of its group: only its replicas add up. Gradients
-travel while backward still makes those of the layers before.
+travel while backward still makes those of the layers before. Those of weights that are cut over ranks are none of these: FSDP
+adds them up as it cuts them (`parallel/shard.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dsv3fp8.ops.accumulate import adding_up
 from dsv3fp8.parallel.experts import expert_parameters
+from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.parallel.ranks import Ranks, buckets, start_combining
 from dsv3fp8.training.gradients import gradients
 
@@ -40,7 +43,7 @@ class GradientSums:
     def __init__(self, model: Transformer, parameters: list[nn.Parameter], ranks: Ranks) -> None:
         self._buckets: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
         if ranks.count > 1:
-            shared, experts = _split(model, parameters, ranks)
+            shared, experts = _split(model, [p for p in parameters if not isinstance(p, DTensor)], ranks)
             self._buckets = [(bucket, None) for bucket in buckets(shared)]
             if ranks.replicas is not None and ranks.replicas.size() > 1:
                 self._buckets += [(bucket, ranks.replicas) for bucket in buckets(experts)]
@@ -119,9 +122,9 @@ def add_up_figures(model: Transformer, sums: Tensor, ranks: Ranks) -> None:
 
 
 def split_gradients(model: Transformer, parameters: Iterable[nn.Parameter], ranks: Ranks) -> tuple[list[Tensor], list[Tensor]]:
-    """The FP32 gradients there are: (of what every rank holds, of experts that other ranks hold others of)."""
-    shared, experts = _split(model, parameters, ranks)
-    return gradients(shared), gradients(experts)
+    """This rank's FP32 gradients: (of what every rank computes with, of experts that other ranks have others of)."""
+    shared, experts = ([local_part(each) for each in gradients(kind)] for kind in _split(model, parameters, ranks))
+    return shared, experts
 
 
 def _split(
@@ -133,7 +136,12 @@ def _split(
 
 
 def joint_norm(shared: Tensor, experts: Tensor, ranks: Ranks) -> Tensor:
-    """The norm of all gradients, the same bits on every rank, from the FP64 norms of the two parts."""
-    squared = experts.square()
-    dist.all_reduce(squared, group=ranks.expert_group)
-    return (shared.square() + squared).sqrt()
+    """The norm of all gradients, the same bits on every rank, from the FP64 norms of this rank's two kinds."""
+    if ranks.shard == ranks.expert == 1:
+        return shared
+    own = torch.stack((shared, experts)).square()
+    everyone = [torch.empty_like(own) for _ in range(ranks.count)]
+    dist.all_gather(everyone, own)
+    squares = torch.stack(everyone)
+    # Ranks lie replica by replica: the first ones hold every part once.
+    return (squares[: ranks.shard, 0].sum() + squares[: ranks.expert_parts, 1].sum()).sqrt()

@@ -50,15 +50,24 @@ def context_problems(config: RunConfig) -> list[str]:
 def parallel_problems(config: RunConfig) -> list[str]:
     """What is wrong with the layout over the processes that were started."""
     parallel, count = config.parallel, rank_count()
-    if parallel.dp_shard != 1:
-        return [f"parallel.dp_shard={parallel.dp_shard}: this release does not shard; set it to 1, use parallel.dp_replicate"]
     if parallel.ranks != count:
-        start = f"start it with torchrun --nproc-per-node={parallel.ranks}" if count == 1 else f"set it to {count}"
-        return [f"parallel.dp_replicate={parallel.dp_replicate} with {count} processes: {start}"]
+        if count == 1:
+            remedy = f"start it with torchrun --nproc-per-node={parallel.ranks}"
+        elif parallel.dp_shard == 1:
+            remedy = f"set it to {count}"
+        elif count % parallel.dp_shard:
+            remedy = f"set parallel.dp_replicate=1 parallel.dp_shard={count}"
+        else:
+            remedy = f"set parallel.dp_replicate={count // parallel.dp_shard}"
+        sizes = f"parallel.dp_replicate={parallel.dp_replicate}"
+        sizes += f" parallel.dp_shard={parallel.dp_shard}" if parallel.dp_shard > 1 else ""
+        return [f"{sizes} with {count} processes: {remedy}"]
     try:
         parallel.check(count, config.model)
     except UserError as error:
         return [str(error)]
+    if parallel.dp_shard > 1 and config.recipe.linears == "te":
+        return [f"parallel.dp_shard={parallel.dp_shard}: Transformer Engine's linears read whole weights; set it to 1"]
     against = reason_against(config.recipe) if parallel.expert > 1 else None
     return [f"parallel.expert={parallel.expert}: {against}; set it to 1"] if against else []
 

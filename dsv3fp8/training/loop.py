@@ -43,7 +43,7 @@ def train(config: RunConfig) -> int:
     config.validate()
     validate_run(config)
     device = select_device(config.training.device)
-    with join(device, config.parallel.expert) as ranks, ExitStack() as stack:
+    with join(device, config.parallel.expert, config.parallel.dp_shard) as ranks, ExitStack() as stack:
         directory = RunDirectory(Path(config.run_dir))
         if ranks.first:
             stack.enter_context(directory)

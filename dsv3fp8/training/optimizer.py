@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv3fp8.errors import UserError
 from dsv3fp8.ops.adamw import Update
+from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.training.config import OptimizerConfig
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -21,7 +22,10 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class AdamW:
-    """Decoupled weight decay on the group ``decay``, none on ``no_decay``."""
+    """Decoupled weight decay on the group ``decay``, none on ``no_decay``.
+
+    Of a parameter that is cut over ranks (a DTensor) each rank updates its part; the moments are DTensors likewise.
+    """
 
     def __init__(self, groups: Mapping[str, NamedParameters], config: OptimizerConfig) -> None:
         """`groups`: {"decay": [(name, FP32 parameter)…], "no_decay": […]}; each tensor once, tied or not."""
@@ -38,12 +42,12 @@ class AdamW:
                     self._decayed.add(name)
         assert len({id(parameter) for parameter in self.parameters.values()}) == len(self.parameters), "a tied tensor twice"
         dtype = MOMENT_DTYPES[config.moments]
-        self.first = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.parameters.items()}
-        moments = list(self.first.values()), list(self.second.values())
+        self.first = {name: torch.zeros_like(p.detach(), dtype=dtype) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p.detach(), dtype=dtype) for name, p in self.parameters.items()}
+        first, second = ([local_part(each) for each in kind.values()] for kind in (self.first, self.second))
         decayed = [name in self._decayed for name in self.parameters]
-        weights = list(self.parameters.values())
-        self._update = Update(weights, *moments, decayed, config.betas, config.eps, config.weight_decay)
+        weights = [local_part(parameter.detach()) for parameter in self.parameters.values()]
+        self._update = Update(weights, first, second, decayed, config.betas, config.eps, config.weight_decay)
 
     @property
     def steps(self) -> int:
@@ -59,7 +63,8 @@ class AdamW:
         device = self._update.steps.device
         applied = torch.ones((), dtype=torch.bool, device=device) if applied is None else applied
         factor = torch.ones((), dtype=torch.float64, device=device) if factor is None else factor
-        self._update.apply([parameter.grad for parameter in self.parameters.values()], lr, applied, factor)
+        gradients = [None if p.grad is None else local_part(p.grad) for p in self.parameters.values()]
+        self._update.apply(gradients, lr, applied, factor)
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dsv3fp8.data import Corpus, TrainBatches, open_corpus
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.parallel.build import draw_parts, empty_parts
 from dsv3fp8.parallel.experts import deal_out
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.checkpoint import Checkpoint
@@ -121,17 +123,19 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
 def build(
     config: RunConfig, device: torch.device, ranks: Ranks = ALONE, draw: Callable[[Transformer], None] | None = None
 ) -> tuple[Transformer, AdamW]:
-    """The model with its initial weights, this rank's experts alone, and its optimizer.
+    """The model with its initial weights, this rank's experts and parts alone, and its optimizer.
 
-    draw: gives other weights than `initialize`.
+    draw: gives other weights than `initialize`, to what this rank has of each parameter.
     """
-    with device:
-        model = Transformer(config.model, config.recipe)
-    if draw is None:
-        model.initialize(config.training.seed)
-    else:
-        draw(model)
-    deal_out(model, ranks)
+    seed = config.training.seed
+    if ranks.count > 1 and config.recipe.linears == "ours":
+        model = empty_parts(config.model, config.recipe, device, ranks)
+        (draw or partial(draw_parts, ranks=ranks, seed=seed))(model)
+    else:  # Transformer Engine's modules want their device at once
+        with device:
+            model = Transformer(config.model, config.recipe)
+        (draw or partial(Transformer.initialize, seed=seed))(model)
+        deal_out(model, ranks)
     return model, AdamW(model.parameter_groups(), config.optimizer)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv3fp8.model.targets import Totals, count_targets
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.parallel.reduction import GradientSums, add_up_figures, joint_norm, split_gradients
+from dsv3fp8.parallel.shard import before_backward
 from dsv3fp8.training.gradients import LARGEST_NORM, clip_factor, gradient_norm
 from dsv3fp8.training.optimizer import AdamW
 
@@ -125,8 +126,9 @@ def take_step(
     parameters = list(optimizer.parameters.values())
     with GradientSums(model, parameters, ranks) as gradient_sums:
         for number, window in enumerate(windows, start=1):
-            losses = model(*window)
-            with gradient_sums.backward(last=number == len(windows)):
+            losses, last = model(*window), number == len(windows)
+            before_backward(model, last)
+            with gradient_sums.backward(last):
                 model.objective(losses, totals).backward()
             parts = torch.stack([part.detach().double() for part in (losses.loss, *losses.mtp, losses.balance)])
             sums = parts if sums is None else sums + parts
@@ -136,9 +138,7 @@ def take_step(
 
     add_up_figures(model, sums, ranks)
     shared, experts = split_gradients(model, parameters, ranks)
-    norm = gradient_norm(shared, sums.device)
-    if experts:
-        norm = joint_norm(norm, gradient_norm(experts, sums.device), ranks)
+    norm = joint_norm(gradient_norm(shared, sums.device), gradient_norm(experts, sums.device), ranks)
     applied = _is_sound(sums, norm, clip_norm)
     optimizer.step(lr, applied, clip_factor(norm, clip_norm))
     optimizer.zero_grad()

@@ -74,8 +74,8 @@ def run(case: Case, given: Recipe) -> Result:
     call = ExpertsCall(plan, given, gate_up, down, WeightCodes(gate_up, row_parts=2), WeightCodes(down))
     edge = torch.zeros_like(case.x, requires_grad=True)
     weights, *masters = leaves = [t.clone().requires_grad_() for t in (case.weights, case.gate_up, case.down)]
-    journey = Journey(edge, gate_up.quantize("input", case.x, 1), weights, (masters[0], masters[1]), call)
-    journey.work()
+    journey = Journey(edge, gate_up.quantize("input", case.x, 1), weights, call)
+    journey.edge = journey.work(journey.edge, (masters[0], masters[1]))
     y = journey.come_back()
     y.backward(case.dy)
     return Result(y.detach(), edge.grad, *(leaf.grad for leaf in leaves))

@@ -10,6 +10,7 @@ from dsv3fp8.data import Batch
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.parallel.experts import deal_out, whole
 from dsv3fp8.parallel.ranks import ALONE, Ranks
+from dsv3fp8.parallel.shard import shard
 from dsv3fp8.training.config import OptimizerConfig
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.step import train_step
@@ -26,9 +27,10 @@ class Seen(AdamW):
 
 
 def made(recipe_name: str, *words: str, ranks: Ranks = ALONE, **sizes: Any) -> tuple[Transformer, Seen]:
-    """The model with this rank's experts, and its optimizer."""
+    """The model with this rank's experts and its parts of the weights, and its optimizer."""
     model = build(nano(**{"layers": 3, "experts": 8, "balance_loss": 1e-2, **sizes}), recipe(recipe_name, *words))
     deal_out(model, ranks)
+    shard(model, ranks)
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1)
     return model, Seen(model.parameter_groups(), config)
 

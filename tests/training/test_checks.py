@@ -86,8 +86,18 @@ def test_as_many_processes_as_the_layout_asks_for(nano: Any, monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"parallel.dp_replicate=1 with 2 processes: set it to 2"):
         validate_run(nano())
-    with pytest.raises(UserError, match=r"parallel.dp_shard=2: this release does not shard"):
-        validate_run(nano("parallel.dp_shard=2"))
+    with pytest.raises(UserError, match=r"dp_replicate=2 parallel.dp_shard=2 with 2 processes: set parallel.dp_replicate=1"):
+        validate_run(nano("parallel.dp_replicate=2", "parallel.dp_shard=2"))
+    with pytest.raises(UserError, match=r"dp_shard=4 with 2 processes: set parallel.dp_replicate=1 parallel.dp_shard=2"):
+        validate_run(nano("parallel.dp_shard=4"))
+    with pytest.raises(UserError, match=r"parallel.dp_shard=2: Transformer Engine's linears read whole weights; set it to 1"):
+        validate_run(nano("parallel.dp_shard=2", "recipe=te_blockwise"))
+    for layout in (
+        ["parallel.dp_shard=2"],
+        ["parallel.dp_shard=2", "parallel.expert=2"],
+        ["parallel.dp_shard=2", "recipe=delayed"],
+    ):
+        validate_run(nano(*layout))
     validate_run(nano("parallel.dp_replicate=2"))
     validate_run(nano("parallel.dp_replicate=2", "parallel.expert=2"))
     with pytest.raises(UserError, match=r"parallel.expert=2: recipe=delayed keeps one scale .*; set it to 1"):

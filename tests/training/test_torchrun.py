@@ -20,12 +20,15 @@ def close(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         )
 
 
-def test_two_ranks_train_the_curve_of_one(nano: Any, data_words: list[str], tmp_path: Path, curve: Any) -> None:
+@pytest.mark.parametrize("layout", [["parallel.dp_replicate=2"], ["parallel.dp_shard=2", "parallel.expert=2"]])
+def test_two_ranks_train_the_curve_of_one(
+    nano: Any, data_words: list[str], tmp_path: Path, curve: Any, layout: list[str]
+) -> None:
     """The same sequences in every step: half of them on each rank."""
     words = ["recipe=fp32", "data.isolate_documents=true", "training.accumulate=2"]
     one = nano(*words, "training.batch=4", "training.validation_batches=1", run="one")
     assert train(one) == 0
-    two = [*data_words, *words, "parallel.dp_replicate=2", "training.validation_batches=1", f"run_dir={tmp_path}/two"]
+    two = [*data_words, *words, *layout, "training.validation_batches=1", f"run_dir={tmp_path}/two"]
     run = TorchRun(two)
     output, errors = run.finish()
     assert run.process.returncode == 0, errors

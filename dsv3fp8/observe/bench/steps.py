@@ -17,6 +17,7 @@ from dsv3fp8.observe.bench.operands import Setting
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.observe.bench.sizes import StepSize
 from dsv3fp8.observe.bench.timing import one_line
+from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.training.graph import WARM_UP, StepGraph, reasons_to_launch
 from dsv3fp8.training.setup import build
@@ -57,7 +58,7 @@ class Trainer:
 @torch.no_grad()
 def drawn_there(model: Transformer) -> None:
     """Initial weights drawn on the device: drawing a billion of them on a host takes longer than all steps."""
-    for parameter in model.parameters():
+    for parameter in map(local_part, model.parameters()):  # of a rank, what it holds
         _ = parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=model.config.init_std)
     for buffer in model.buffers():
         buffer.zero_()

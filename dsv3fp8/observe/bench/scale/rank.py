@@ -31,7 +31,7 @@ def measure_layout(report: Report, words: list[str], modes: Sequence[str], round
     config = load_config(words)
     validate_run(config)
     device = select_device(config.training.device)
-    with join(device, config.parallel.expert) as ranks:
+    with join(device, config.parallel.expert, config.parallel.dp_shard) as ranks:
         torch.manual_seed(0)  # all ranks draw the same weights
         with ranks.host_by_host():
             corpus = open_corpus(config.data)
