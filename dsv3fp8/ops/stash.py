@@ -86,7 +86,7 @@ def beside(left: Stash, right: Stash) -> Stash:
 
 def edge_of(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A stand-in of this shape and dtype that takes one element of memory: autograd needs a tensor, nobody its values."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=device)
 
 
 def _nothing(x: Tensor) -> Tensor:
