@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dsv3fp8.model.experts import RoutedExperts
 from dsv3fp8.parallel.ranks import Ranks
@@ -41,30 +38,6 @@ def expert_names(model: nn.Module) -> list[str]:
 def expert_parameters(model: Transformer) -> list[nn.Parameter]:
     """Those of `expert_names`."""
     return [getattr(module, stack) for _, module in _routed(model) for stack in STACKS]
-
-
-def whole(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Tensors by parameter name with all experts in their stacks and all parts in their place. Called by all ranks."""
-    gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
-    if ranks.expert_group is None:
-        return gathered
-    for name in expert_names(model):
-        part = gathered[name].detach().contiguous()
-        parts = [torch.empty_like(part) for _ in range(ranks.expert)]
-        dist.all_gather(parts, part, group=ranks.expert_group)
-        gathered[name] = torch.cat(parts)
-    return gathered
-
-
-def own(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The reverse of `whole`; nothing is sent."""
-    mine = dict(tensors)
-    if ranks.expert_group is not None:
-        mine |= {name: _own(tensors[name], ranks) for name in expert_names(model) if name in tensors}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and name in mine:
-            mine[name] = distribute_tensor(mine[name], parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return mine
 
 
 def reason_against(recipe: Recipe) -> str | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dsv3fp8.parallel.experts import expert_names
@@ -19,17 +21,26 @@ def place(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict
     """Tensors by parameter name (weights, moments, gradients) as what they are parts of; nothing is copied or sent.
 
     Stacks of experts [E / P, …] that are dealt out become DTensors [E, …] over ranks.expert_mesh: replicas hold the same,
-    and the ranks of a group follow each other along the experts. Tensors that are DTensors already stay as they are.
+    and the ranks of a group follow each other along the experts. They may be cut once more. Other DTensors stay as they are.
     """
     placed = dict(tensors)
     if ranks.expert == 1:
         return placed
     assert ranks.expert_mesh is not None
     for name in expert_names(model):
-        if name in tensors and not isinstance(tensors[name], DTensor):
-            local = tensors[name].detach()
-            placed[name] = DTensor.from_local(local, ranks.expert_mesh, (Replicate(), Shard(0)), run_check=False)
+        if name in tensors:
+            placed[name] = _of_all_experts(tensors[name], ranks.expert_mesh, ranks.expert)
     return placed
+
+
+def _of_all_experts(stack: Tensor, mesh: DeviceMesh, groups: int) -> DTensor:
+    if isinstance(stack, DTensor) and stack.device_mesh == mesh:
+        return stack
+    cut = stack.placements[-1:] if isinstance(stack, DTensor) else ()
+    shape = torch.Size((groups * stack.shape[0], *stack.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    placements = (Replicate(), Shard(0), *cut)
+    return DTensor.from_local(local_part(stack.detach()), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_part(tensor: Tensor) -> Tensor:

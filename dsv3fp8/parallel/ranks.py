@@ -46,7 +46,8 @@ class Ranks:
 
     index: 0 .. count - 1. local: among those of this host. Every method but `first` is called by all ranks, in one order.
     expert: ranks in a row that the experts are dealt out to, None as their group where each rank has all of them.
-    replicas: the ranks that hold the same experts as this one. expert_mesh: [replicas, expert], of all ranks.
+    replicas: the ranks that hold the same experts as this one. expert_mesh: [replicas, expert], of all ranks, and behind these
+    the ranks that an expert is cut over, if it is.
     shard: ranks in a row that weights are cut over. shard_mesh: [shard], or [replicate, shard] where there are replicas of
     these; expert_shard_mesh: the same of the experts, None where each rank has its experts whole.
     """
@@ -202,17 +203,19 @@ def left_alone(gone: str) -> str:
 
 def _with_shards(ranks: Ranks, device: str, shard: int) -> Ranks:
     """With the meshes that weights are cut over. Ranks lie replica by replica, the expert groups inside them."""
-    mesh = init_device_mesh(device, (ranks.count // shard, shard), mesh_dim_names=("replicate", "shard"))
-    of_weights = mesh if ranks.count > shard else mesh["shard"]
-    cut = shard // ranks.expert  # ranks that an expert is cut over: 0 where an expert group spans several shard groups
-    if ranks.expert == 1 or cut <= 1:
-        of_experts = of_weights if ranks.expert == 1 else None
-        return replace(ranks, shard=shard, shard_mesh=of_weights, expert_shard_mesh=of_experts)
-    names = "expert_replicate", "expert_shard", "expert"
-    replicas = ranks.count // shard
-    whole = init_device_mesh(device, (replicas, cut, ranks.expert), mesh_dim_names=names)
-    of_experts = whole[names[:2]] if replicas > 1 else whole["expert_shard"]
-    return replace(ranks, shard=shard, shard_mesh=of_weights, expert_shard_mesh=of_experts)
+    count = ranks.count // shard
+    mesh = init_device_mesh(device, (count, shard), mesh_dim_names=("replicate", "shard"))
+    of_weights = mesh if count > 1 else mesh["shard"]
+    ranks = replace(ranks, shard=shard, shard_mesh=of_weights)
+    if ranks.expert == 1:
+        return replace(ranks, expert_shard_mesh=of_weights)
+    if shard <= ranks.expert:  # an expert group takes up a shard group, or several
+        return ranks
+    # The ranks of a shard group that have the same experts cut them; between two of these lies an expert group.
+    numbers = torch.arange(ranks.count).view(count, shard // ranks.expert, ranks.expert).transpose(1, 2)
+    whole = DeviceMesh(device, numbers, mesh_dim_names=("replica", "expert", "expert_shard"))
+    cut = whole["replica", "expert_shard"] if count > 1 else whole["expert_shard"]
+    return replace(ranks, expert_mesh=whole, expert_shard_mesh=cut)
 
 
 def speaks() -> bool:

@@ -1,14 +1,18 @@
 """One optimizer step of a small model on a share of its sequences, as a rank takes it, and what it found."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from support import build, nano, recipe
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dsv3fp8.data import Batch
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.parallel.experts import deal_out, whole
+from dsv3fp8.parallel.experts import deal_out
+from dsv3fp8.parallel.placement import place
 from dsv3fp8.parallel.ranks import ALONE, Ranks
 from dsv3fp8.parallel.shard import shard
 from dsv3fp8.training.config import OptimizerConfig
@@ -51,6 +55,12 @@ def share(batch: Batch, index: int, count: int, parts: int = 1) -> list[Batch]:
     rows = torch.arange(SEQUENCES).view(parts, count, -1)[:, index]
     assert batch.documents is not None
     return [Batch(batch.tokens[part], batch.documents[part]) for part in rows]
+
+
+def whole(model: Transformer, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Tensors by parameter name, put together from the parts of all ranks."""
+    placed = place(model, tensors, ranks)
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in placed.items()}
 
 
 def result_of(model: Transformer, optimizer: Seen, micro_batches: list[Batch], ranks: Ranks = ALONE) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Weights cut over 2 and 4 ranks against one rank that holds them whole."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from one_step import made, result_of, sequences, share, step_alone, whole_step
+from one_step import made, result_of, sequences, share, step_alone, whole, whole_step
 from processes import Ranks, on_ranks
+from test_checkpoints import load_and_validate, train_and_save
 from test_data_parallel import TOLERANCE, furthest
 from test_expert_parallel import holds
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from dsv3fp8.model.linear import Linear
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.ops import shards
 from dsv3fp8.ops.weights import WeightCodes
-from dsv3fp8.parallel.experts import expert_names, whole
+from dsv3fp8.parallel.experts import expert_names
 from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.precision import ledger
 from dsv3fp8.precision.gathered import GatheredWeight
@@ -300,3 +302,28 @@ def parts_that_differ(ranks: Ranks) -> list[str]:
 def test_a_model_built_in_parts_has_the_weights_of_one_process(cut: int, expert: int) -> None:
     bad = on_ranks(2, parts_that_differ, shard=cut, expert=expert)
     assert all(not each or (cut == 1 and len(each) == 1 and each[0].startswith("keeps")) for each in bad)
+
+
+@pytest.fixture(scope="module")
+def cut_in_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A checkpoint of four ranks that cut the weights, and each expert of two groups in two; its validation loss."""
+    folder = tmp_path_factory.mktemp("cut")
+    losses = {each["loss"] for each in on_ranks(4, train_and_save, folder, shard=4, expert=2)}
+    assert len(losses) == 1
+    return folder, losses.pop()
+
+
+@pytest.mark.parametrize(("count", "cut", "expert"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 4, 2)])
+def test_a_checkpoint_of_one_layout_loads_in_another(
+    cut_in_four: tuple[Path, float], count: int, cut: int, expert: int
+) -> None:
+    """K01, K13: every part of every tensor, bit for bit, and the same validation loss."""
+    folder, loss = cut_in_four
+    if count == 1:
+        loaded = [load_and_validate(Ranks(), folder)]
+    else:
+        loaded = on_ranks(count, load_and_validate, folder, shard=cut, expert=expert)
+    for found in loaded:
+        assert found["wrong"] == []
+        assert found["steps"] == 2
+        assert found["loss"] == pytest.approx(loss, rel=1e-6)
