@@ -102,11 +102,9 @@ class Saver:
         return share
 
     def _refuse_what_is_not_finite(self, share: Mapping[str, Tensor], step: int) -> None:
-        floating = {name: part for name, part in share.items() if part.is_floating_point()}
-        finite = [torch.isfinite(torch.stack(part.aminmax())).all() for part in floating.values()]
-        sound = dict(zip(floating, torch.stack(finite).tolist() if finite else [], strict=True))
+        unsound = {name for name, finite in _finite(share).items() if not finite}
         names = list(self._whole)
-        bad = min((place for place, name in enumerate(names) if not sound.get(name, True)), default=len(names))
+        bad = min((place for place, name in enumerate(names) if name in unsound), default=len(names))
         bad = -self._ranks.largest(-bad)
         if bad < len(names):
             raise UserError(
@@ -207,6 +205,16 @@ def _planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors))
     return planner
+
+
+def _finite(share: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Whether all values of a tensor are finite, of those that could be anything else. One number of each is read back."""
+    found: dict[str, bool] = {}
+    for dtype in {part.dtype for part in share.values() if part.is_floating_point()}:
+        names = [name for name, part in share.items() if part.dtype == dtype]
+        extremes = torch.stack([extreme for name in names for extreme in share[name].aminmax()])  # NaN passes through
+        found |= dict(zip(names, torch.isfinite(extremes).view(-1, 2).all(1).tolist(), strict=True))
+    return found
 
 
 def _host_copy(share: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, save_tensors
 from one_step import made, sequences, share
 from processes import Ranks, on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.parallel.ranks import ALONE
 from dsv3fp8.training import checkpoint_saver
 from dsv3fp8.training.checkpoint import Checkpoint
@@ -64,7 +67,7 @@ def load_and_validate(ranks: Ranks, folder: Path) -> dict[str, Any]:
     wrong = [
         name
         for name, tensor in run_tensors(model, optimizer, ranks).items()
-        if not torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, checkpoint.read(name))
+        if not torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, checkpoint.read(name))
     ]
     loss = validate(model, share(sequences(9), ranks.index, ranks.count), CPU, ranks)
     return {"loss": loss, "drawn": drawn if states else None, "wrong": wrong, "steps": optimizer.steps}
@@ -183,3 +186,40 @@ def test_what_goes_wrong_on_one_rank_is_told_on_all_and_leaves_the_checkpoint_be
     assert "layers.1.feed_forward.experts.down is not finite after step 4" in not_finite
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+ROWS = torch.arange(15.0).view(5, 3)
+STACK = torch.arange(24.0).view(6, 4)
+
+
+def save_uneven(ranks: Ranks, folder: Path) -> None:
+    """Rows that four ranks cannot share evenly, the last has none; a stack dealt out to two, each part cut over two again."""
+    rows = distribute_tensor(ROWS, init_device_mesh("cpu", (4,)), (Shard(0),))
+    assert len(rows.to_local()) == (2, 2, 1, 0)[ranks.index]
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2).T, mesh_dim_names=("expert", "shard"))
+    own = STACK[3 * (ranks.index % 2) :][:3]
+    local = own[:2] if ranks.index < 2 else own[2:]
+    stack = DTensor.from_local(local, mesh, (Shard(0), Shard(0)), shape=STACK.shape, stride=STACK.stride())
+    save_tensors(folder, 1, {"model.rows": rows, "model.stack": stack, "model.both": torch.ones(2)}, ranks=ranks)
+
+
+def load_uneven(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = {
+        "model.rows": distribute_tensor(torch.zeros(5, 3), mesh, (Shard(0),)),
+        "model.stack": distribute_tensor(torch.zeros(6, 4), mesh, (Shard(1),)),
+        "model.both": torch.zeros(2),
+    }
+    Checkpoint(folder / "step-00000001").read_into(tensors)
+    return {name: local_part(tensor) for name, tensor in tensors.items()}
+
+
+def test_parts_may_be_uneven_empty_or_cut_twice_and_are_read_along_another_dimension(tmp_path: Path) -> None:
+    on_ranks(4, save_uneven, tmp_path)
+    checkpoint = Checkpoint(tmp_path / "step-00000001")
+    assert torch.equal(checkpoint.read("model.rows"), ROWS)
+    assert torch.equal(checkpoint.read("model.stack"), STACK)
+    for rank, found in enumerate(on_ranks(2, load_uneven, tmp_path)):
+        assert np.array_equal(found["model.rows"], ROWS[:3] if rank == 0 else ROWS[3:])
+        assert np.array_equal(found["model.stack"], STACK[:, 2 * rank : 2 * rank + 2])
+        assert found["model.both"].tolist() == [1, 1]

@@ -13,6 +13,8 @@ from dsv3fp8.data import Batch
 from dsv3fp8.errors import UserError
 from dsv3fp8.ops import grouped
 from dsv3fp8.training import graph as graph_module
+from dsv3fp8.training.checkpoint import Checkpoint
+from dsv3fp8.training.checkpoint_saver import Saver
 from dsv3fp8.training.checks import validate_run
 from dsv3fp8.training.generate import main
 from dsv3fp8.training.graph import StepGraph, choose_steps
@@ -20,6 +22,7 @@ from dsv3fp8.training.loop import Loop, train
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.optimizer import AdamW
 from dsv3fp8.training.setup import build
+from dsv3fp8.training.state import random_states, restore_random_states
 from dsv3fp8.training.step import StepResult, train_step
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +54,32 @@ def test_a_run_resumes_on_the_gpu_and_follows_the_uninterrupted_one(
         assert record["lr"] == other["lr"]
     assert records[-1]["cuda_allocated_peak_gb"] > 0
     assert records[-1]["cuda_reserved_peak_gb"] >= records[-1]["cuda_allocated_peak_gb"]
+
+
+def test_a_snapshot_holds_what_was_on_the_gpu_when_it_was_taken(tmp_path: Path) -> None:
+    """1 GB: training would not wait for the disk, and its next update is not in what is written."""
+    tensors = {f"model.{i}": torch.full((1 << 24,), float(i), device="cuda") for i in range(16)}
+    saver = Saver(tmp_path, 1, tensors)
+    for step in (1, 2):
+        for tensor in tensors.values():
+            tensor.add_(1)
+        saver.save(step, tensors, {}, random_states(torch.device("cuda")))
+        for tensor in tensors.values():
+            tensor.fill_(-step)
+    saver.wait()
+    checkpoint = Checkpoint(tmp_path / "step-00000002")
+    assert all((checkpoint.read(name) == 0).all() for name in tensors)
+    checkpoint.read_into({"model.3": (read := torch.ones(1 << 24, device="cuda"))})
+    assert bool((read == 0).all())
+
+
+def test_a_generator_of_the_gpu_continues_its_stream() -> None:
+    """K06."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    states = json.loads(json.dumps(random_states(device)))
+    drawn = torch.rand(3, device=device).tolist()
+    restore_random_states(states, device)
+    assert torch.rand(3, device=device).tolist() == drawn
 
 
 def test_a_checkpoint_of_the_gpu_resumes_and_samples_on_the_cpu(nano: Any, capsys: pytest.CaptureFixture) -> None:
