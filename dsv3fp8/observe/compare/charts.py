@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
-from dsv3fp8.observe.map.text import text_width
+from dsv3fp8.observe.map.text import longest_that_fits, text_width
 
 WIDTH, HEIGHT = 640, 330
 LEFT, TOP, BOTTOM = 62, 16, 42
 SMALL = 11.5
+LONGEST = 170
+"""Pixels of the longest name beside a line; the legend has it in full."""
 SPACING = 13.5
 """Pixels between names at the ends of lines."""
 
@@ -61,7 +63,7 @@ class Chart:
             ys += [y for side in self.band[1:] for y in side if _drawn(y, self.logarithmic)]
         ys += [0.0] if self.zero and not self.logarithmic else []
         names = [line.name for line in self.lines if line.name]
-        right = 14 + max((text_width(name, SMALL) for name in names), default=0)
+        right = 14 + min(max((text_width(name, SMALL, bold=True) for name in names), default=0), LONGEST)
         plane = _Plane(min(xs), max(xs), min(ys), max(ys), right, self.logarithmic)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{self.key}-t {self.key}-d">',
@@ -165,9 +167,15 @@ class _Plane:
         places = spread([at for at, _ in ends], SPACING, TOP + 6, HEIGHT - BOTTOM)
         return [
             f'<text class="name s s{line.series}" data-series="{line.series}" x="{self.edge + 6:.1f}" y="{at + 4:.1f}">'
-            f"{escape(line.name or '')}</text>"
+            f"{escape(_shortened(line.name or ''))}</text>"
             for at, (_, line) in zip(places, ends, strict=True)
         ]
+
+
+def _shortened(name: str) -> str:
+    """As much of the name as fits beside a line."""
+    cuts = (name, *(f"{name[:length]}…" for length in range(len(name) - 1, 0, -1)))
+    return longest_that_fits(cuts, SMALL, LONGEST / 1.15)
 
 
 def _drawn(y: float | None, logarithmic: bool) -> TypeGuard[float]:

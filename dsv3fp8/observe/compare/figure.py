@@ -49,7 +49,7 @@ def draw(data: Mapping[str, Any], out: Path) -> None:
     window = data["settings"]["window"]
     about = f"{subtitle(data)}\nlines: training, mean of the last {window:,} steps; dots: validation"
     top.set_title(about, fontsize=8, loc="left")
-    bottom.set_ylabel(f"training loss against {baseline}, %")
+    bottom.set_ylabel("error of training loss, %")
     bottom.set_xlabel("optimizer step")
     for axes in (top, bottom):
         _show_whole(axes, [values for where, values in held if where is axes])

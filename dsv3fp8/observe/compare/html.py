@@ -148,8 +148,7 @@ def _errors(data: Mapping[str, Any], key: str, name: str, dots: bool) -> Chart:
         half = _times(curves["band"], 100)
         band = curves["step"], _times(half, -1), half
     caption = f"Against {baseline} of the same seed. {_caption(data, band is not None)}"
-    y_label = f"above or below {baseline}"
-    return Chart(f"{key}-error", name, caption, "optimizer step", y_label, lines, band, zero=True, unit=" %")
+    return Chart(f"{key}-error", name, caption, "optimizer step", "relative error", lines, band, zero=True, unit=" %")
 
 
 def _caption(data: Mapping[str, Any], band: bool) -> str:

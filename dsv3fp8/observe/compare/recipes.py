@@ -24,19 +24,25 @@ def words_of(text: str) -> list[str]:
 
 
 def names_of(recipes: Sequence[Recipe]) -> list[str]:
-    """A name for each: equal recipes have the same one, others never. Keys that all of them were given alike are left out."""
-    differences = [_differences(recipe) for recipe in recipes]
-    common = set.intersection(*({*each.items()} for each in differences)) if differences else set()
+    """A name for each: equal recipes have the same one, others never. What all of them have alike is left out."""
+    alike = _alike(recipes)
     return [
-        ":".join([recipe.name, *(f"{key}={value}" for key, value in sorted(each.items()) if (key, value) not in common)])
-        for recipe, each in zip(recipes, differences, strict=True)
+        ":".join([recipe.name, *(f"{key}={value}" for key, value in sorted(_differences(recipe).items()) if key not in alike)])
+        for recipe in recipes
     ]
 
 
 def common_keys(recipes: Sequence[Recipe]) -> list[str]:
-    """`recipe.key=value` of what all of them have that the shipped recipes of their names have not."""
-    shared = set.intersection(*({*_differences(recipe).items()} for recipe in recipes))
-    return [f"recipe.{key}={value}" for key, value in sorted(shared)]
+    """`recipe.key=value` of what all of them have alike and the shipped recipe of one of their names has not."""
+    alike = _alike(recipes)
+    found = {key: value for recipe in recipes for key, value in _differences(recipe).items() if key in alike}
+    return [f"recipe.{key}={value}" for key, value in sorted(found.items())]
+
+
+def _alike(recipes: Sequence[Recipe]) -> set[str]:
+    """Keys that have one value in all of them."""
+    first, *others = (flatten(to_plain(recipe)) for recipe in recipes)
+    return {key for key, value in first.items() if all(other.get(key, ABSENT) == value for other in others)}
 
 
 def directory_name(name: str, seed: int) -> str:

@@ -23,8 +23,7 @@ from dsv3fp8.observe.compare.curves import (
 )
 from dsv3fp8.observe.compare.recipes import common_keys
 from dsv3fp8.observe.compare.runs import ComparedRun, refuse_unlike
-from dsv3fp8.observe.compare.verdict import has_blown_up, judge
-from dsv3fp8.schema import suggest
+from dsv3fp8.observe.compare.verdict import has_blown_up, judge, worse
 
 POINTS = 400
 """Points of a curve that report.json and the charts hold; metrics.jsonl has all of them."""
@@ -73,8 +72,8 @@ def study(
             {
                 "name": name,
                 "baseline": name == baseline,
-                "verdict": verdicts["training"],
-                "validation_verdict": verdicts["validation"],
+                "verdict": worse(*verdicts.values()),
+                **{f"{key}_verdict": verdict for key, verdict in verdicts.items()},
                 **ends,
                 "false_alarm": false_alarm(seeds, len(ended)) if seeds > 1 and ended and name != baseline else None,
                 "runs": [_run_facts(run, states[name][seed]) for seed, run in by_recipe[name].items()],
@@ -101,7 +100,7 @@ def choose_baseline(names: Sequence[str], asked: str | None) -> str:
     if asked is None:
         return "bf16" if "bf16" in names else names[0]
     if asked not in names:
-        raise UserError(f"baseline={asked}: no run has that recipe; {suggest(asked, [*names])} there are {', '.join(names)}")
+        raise UserError(f"baseline={asked}: no run has that recipe; there are {', '.join(names)}")
     return asked
 
 

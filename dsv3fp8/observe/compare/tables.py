@@ -35,37 +35,19 @@ def verdict_table(data: Mapping[str, Any]) -> Table:
     """What each recipe's loss is against the baseline's."""
     rows = []
     for recipe in data["recipes"]:
-        training, validation = recipe["training"], recipe["validation"]
-        rows.append(
-            (
-                recipe["name"],
-                recipe["verdict"],
-                _loss(training["loss"]),
-                _error(recipe, "training"),
-                _half_width(training["band"]),
-                _loss(validation["loss"]),
-                _error(recipe, "validation"),
-                _half_width(validation["band"]),
-                _on_validation(recipe),
-            )
-        )
+        cells = [recipe["name"], recipe["verdict"]]
+        for key in ("training", "validation"):
+            part = recipe[key]
+            cells += [_loss(part["loss"]), _error(part), _half_width(part["band"]) + _mark(recipe[f"{key}_verdict"])]
+        rows.append(tuple(cells))
     baseline, window = data["settings"]["baseline"], data["settings"]["window"]
     return Table(
         "Verdicts",
         f"Losses in nats a token at the last step, means over seeds: training loss over the last {_steps(window)}, validation "
-        f"loss on the same batches for every run. Errors are relative to {baseline} of the same seed: the mean, and "
-        "in brackets each seed. The band is twice the root mean square of the difference between two seeds of the baseline.",
-        (
-            "recipe",
-            "verdict",
-            "training loss",
-            "error",
-            "band",
-            "validation loss",
-            "error",
-            "band",
-            "on validation",
-        ),
+        f"loss on the same batches for every run. Errors are relative to {baseline} of the same seed: the mean, and in "
+        "brackets each seed. A band is twice the root mean square of the difference between two seeds of the baseline "
+        "(✓ within, ✗ outside); in training loss that holds what their batches differ by, too.",
+        ("recipe", "verdict", "training loss", "error", "band", "validation loss", "error", "band"),
         rows,
     )
 
@@ -153,8 +135,8 @@ def findings(data: Mapping[str, Any]) -> list[str]:
         )
     else:
         lines.append(
-            f"The band rests on {seeds} seeds of {baseline}. Within it means no more than twice what those differ by, which "
-            f"is not to say that there is no difference; outside it means more{_chances(data)}."
+            f"The bands rest on {seeds} seeds of {baseline}. Within means no more than twice what those differ by, which "
+            f"is not to say that there is no difference; outside means more{_chances(data)}."
         )
     lines.append(
         f"All of it holds for this model, {_tokens(data)} and these settings: what comes later, or with a larger model, "
@@ -170,7 +152,7 @@ def _chances(data: Mapping[str, Any]) -> str:
         return ""
     return (
         f", yet a recipe whose runs differ from the baseline's only as two seeds do lands there in up to {max(1, *chances)} % "
-        "of the cases, since so few seeds know their own spread badly"
+        "of the cases with each loss, since so few seeds know their own spread badly"
     )
 
 
@@ -181,7 +163,7 @@ def _tokens(data: Mapping[str, Any]) -> str:
 
 def rules(data: Mapping[str, Any]) -> list[str]:
     """`verdict: rule`, for the verdicts that occur and the two that every comparison is about."""
-    seen = {recipe[key] for recipe in data["recipes"] for key in ("verdict", "validation_verdict")}
+    seen = {recipe["verdict"] for recipe in data["recipes"]}
     wanted = [name for name in RULES if name in seen or name.endswith("the band")]
     return [f"{name}: {RULES[name]}" for name in wanted]
 
@@ -207,7 +189,7 @@ def subtitle(data: Mapping[str, Any]) -> str:
 
 
 def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
-    name, verdict, training = recipe["name"], recipe["verdict"], recipe["training"]
+    name, verdict = recipe["name"], recipe["verdict"]
     if verdict == "diverged":
         bad = [run for run in recipe["runs"] if run["state"] == "diverged"]
         return (
@@ -219,44 +201,35 @@ def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
         return f"{name} is not finished ({where}): no verdict."
     if verdict == "no baseline":
         return f"{name} has no finished run of {baseline} with the same seed to be held against."
-    text = (
-        f"{name} ends {_signed(training['error'])} {'above' if training['error'] > 0 else 'below'} {baseline} in training loss"
-    )
-    if training["error"] == 0:
-        text = f"{name} ends where {baseline} does in training loss"
-    text += f" ({_by_seed(training['error_by_seed'])})"
-    if verdict == "no band":
-        return f"{text}."
-    text += f", {'within' if verdict.startswith('within') else 'outside'} the band of ±{100 * training['band']:.2f} %"
-    validation = recipe["validation"]
-    if validation["error"] is not None and validation["band"] is not None:
-        where = "within" if recipe["validation_verdict"].startswith("within") else "outside"
-        text += f"; validation loss {_signed(validation['error'], sign=True)}, {where} ±{100 * validation['band']:.2f} %"
-    return f"{text}."
+    parts = []
+    for key in ("training", "validation"):
+        part, judged = recipe[key], recipe[f"{key}_verdict"]
+        if part["error"] is None:
+            continue
+        text = f"{_signed(part['error'])} in {key} loss ({_by_seed(part['error_by_seed'])})"
+        if judged.endswith("the band"):
+            text += f", {judged.split()[0]} the band of ±{100 * part['band']:.2f} %"
+        parts.append(text)
+    return f"{name} ends against {baseline} at {', and at '.join(parts)}."
 
 
 def _by_seed(errors: Mapping[int, float]) -> str:
-    return ", ".join(f"seed {seed}: {_signed(error, sign=True)}" for seed, error in errors.items())
+    return ", ".join(f"seed {seed}: {_signed(error)}" for seed, error in errors.items())
 
 
-def _signed(error: float, sign: bool = False) -> str:
+def _signed(error: float) -> str:
     text = f"{100 * abs(error):.2f} %"
-    if not sign or round(100 * abs(error), 2) == 0:
-        return text
-    return f"{'+' if error > 0 else '−'}{text}"
+    return text if round(100 * abs(error), 2) == 0 else f"{'+' if error > 0 else '−'}{text}"
 
 
-def _error(recipe: Mapping[str, Any], key: str) -> str:
-    part = recipe[key]
+def _error(part: Mapping[str, Any]) -> str:
     if part["error"] is None:
         return ABSENT
-    seeds = [_signed(error, sign=True).removesuffix(" %") for error in part["error_by_seed"].values()]
-    return f"{_signed(part['error'], sign=True)} ({', '.join(seeds)})"
+    return f"{_signed(part['error'])} ({', '.join(_signed(error)[:-2] for error in part['error_by_seed'].values())})"
 
 
-def _on_validation(recipe: Mapping[str, Any]) -> str:
-    verdict = recipe["validation_verdict"]
-    return verdict if verdict.endswith("the band") else ABSENT
+def _mark(verdict: str) -> str:
+    return {"within the band": " ✓", "outside the band": " ✗"}.get(verdict, "")
 
 
 def _half_width(value: float | None) -> str:

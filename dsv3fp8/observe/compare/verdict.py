@@ -26,8 +26,11 @@ RULES: dict[Verdict, str] = {
     "unfinished": "a run has not reached its last step; nothing is said of it",
     "no baseline": "no finished run of the baseline has a seed of this recipe",
     "no band": "the baseline has fewer than two finished seeds, so there is nothing to hold the error against",
-    "within the band": "the mean over seeds of the relative error at the last step is, whatever its sign, at most the band",
-    "outside the band": "that mean is beyond the band",
+    "within the band": (
+        "the mean over seeds of the relative error at the last step is, whatever its sign, at most the band, in training loss "
+        "and in validation loss"
+    ),
+    "outside the band": "in one of the two it is beyond the band",
 }
 
 
@@ -56,3 +59,8 @@ def judge(states: Sequence[str], errors: Mapping[int, float], half_width: float 
         return "no band"
     mean = sum(errors.values()) / len(errors)
     return "within the band" if abs(mean) <= half_width else "outside the band"
+
+
+def worse(training: Verdict, validation: Verdict) -> Verdict:
+    """Of both losses: outside the band if one of them is."""
+    return validation if training == "within the band" and validation == "outside the band" else training

@@ -1,6 +1,7 @@
 """Verdicts on planted curves, and what the report says of them."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from made_up import STEPS, falling, make_run
 from dsv3fp8.observe.compare.runs import read_runs
 from dsv3fp8.observe.compare.study import study
 from dsv3fp8.observe.compare.tables import findings, rules
-from dsv3fp8.observe.compare.verdict import has_blown_up, judge
+from dsv3fp8.observe.compare.verdict import has_blown_up, judge, worse
 
 NARROW = 1e-4
 
@@ -51,7 +52,10 @@ def test_a_percent_is_outside_a_narrow_band(against: Any) -> None:
     training = data["recipes"][1]["training"]
     assert training["error"] == pytest.approx(0.01, abs=2e-4)
     assert 0 < training["band"] < 1e-3
-    assert any("dsv3 ends 1.00 % above bf16" in line and "outside the band" in line for line in findings(data))
+    (line,) = (
+        line for line in findings(data) if line.startswith("dsv3 ends against bf16 at +1.00 % in training loss (seed 0: +1.")
+    )
+    assert re.search(r"outside the band of ±0\.0\d %, and at \+1\.\d\d % in validation loss .*, outside the band of ±0\.", line)
 
 
 def test_a_percent_is_within_a_wide_band(against: Any) -> None:
@@ -135,6 +139,21 @@ def test_the_border_belongs_to_the_band_and_signs_do_not_matter() -> None:
     assert judge(["complete"], {0: -0.01}, 0.01) == "within the band"
     assert judge(["complete"], {0: -0.0101}, 0.01) == "outside the band"
     assert judge(["complete"] * 2, {0: 0.03, 1: -0.02}, 0.01) == "within the band"
+
+
+def test_either_loss_can_put_a_recipe_outside(tmp_path: Path) -> None:
+    """Batches differ between seeds, so the band of training loss is the wider one."""
+    for seed in (0, 1):
+        exact, noisy = falling(seed, NARROW), falling(seed, 0.03)
+        make_run(tmp_path / f"b{seed}", "bf16", seed, noisy, validation=exact)
+        more = [lambda step, f=f: 1.01 * f(step) for f in (noisy, exact)]
+        make_run(tmp_path / f"d{seed}", "dsv3", seed, more[0], validation=more[1])
+    _, dsv3 = study(read_runs(sorted(tmp_path.iterdir())))["recipes"]
+    assert (dsv3["training_verdict"], dsv3["validation_verdict"]) == ("within the band", "outside the band")
+    assert dsv3["verdict"] == "outside the band"
+    assert dsv3["training"]["error"] == pytest.approx(0.01)
+    assert worse("outside the band", "within the band") == "outside the band"
+    assert worse("diverged", "diverged") == "diverged"
 
 
 def test_the_rules_of_all_verdicts_that_occur_are_told(against: Any) -> None:
