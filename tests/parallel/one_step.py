@@ -30,9 +30,10 @@ class Seen(AdamW):
         super().step(*given)
 
 
-def made(recipe_name: str, *words: str, ranks: Ranks = ALONE, **sizes: Any) -> tuple[Transformer, Seen]:
+def made(recipe_name: str, *words: str, ranks: Ranks = ALONE, device: str = "cpu", **sizes: Any) -> tuple[Transformer, Seen]:
     """The model with this rank's experts and its parts of the weights, and its optimizer."""
     model = build(nano(**{"layers": 3, "experts": 8, "balance_loss": 1e-2, **sizes}), recipe(recipe_name, *words))
+    model = model.to(torch.device(device, ranks.local) if device == "cuda" else device)
     deal_out(model, ranks)
     shard(model, ranks)
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1)

@@ -11,6 +11,7 @@ from processes import Ranks, on_ranks
 from test_checkpoints import load_and_validate, train_and_save
 from test_data_parallel import TOLERANCE, furthest
 from test_expert_parallel import holds
+from test_graph_of_ranks import WIDE
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,7 @@ from dsv3fp8.precision.tiles import QuantizedTensor
 from dsv3fp8.training.setup import build
 from dsv3fp8.training.step import train_step, validate
 
-LAYOUTS = [(2, 2, 1), (4, 4, 1), (4, 2, 1), (2, 2, 2), (4, 4, 4), (4, 4, 2), (4, 2, 4)]  # ranks, shard, expert
+LAYOUTS = [(2, 2, 1), (4, 4, 1), (4, 2, 1), (2, 2, 2), (4, 4, 4), (4, 4, 2), (4, 2, 2), (4, 2, 4)]  # ranks, shard, expert
 
 
 def steps_of_rank(ranks: Ranks) -> dict[str, Any]:
@@ -56,6 +57,34 @@ def test_a_step_is_that_of_one_rank(count: int, cut: int, expert: int) -> None:
             assert result["norm"] == results[0][name]["norm"]
             moved = result["weights"], results[0][name]["weights"]
             assert all(np.array_equal(moved[0][each], moved[1][each]) for each in moved[0])
+
+
+def plain_step(ranks: Ranks) -> dict[str, Any]:
+    return result_of(*made("fp32", ranks=ranks), share(sequences(), ranks.index, ranks.count), ranks)
+
+
+def test_experts_that_are_dealt_out_cut_and_copied() -> None:
+    """Two replicas of two expert groups, whose experts are cut in two."""
+    one = step_alone("fp32")
+    for rank in on_ranks(8, plain_step, shard=4, expert=2):
+        holds(rank, one, TOLERANCE["fp32"])
+
+
+def two_steps(ranks: Ranks, name: str, device: str) -> dict[str, Any]:
+    """Raw gradients of the second step, and the weights behind it; nothing is clipped."""
+    model, optimizer = made(name, ranks=ranks, device=device, **(WIDE if device == "cuda" else {}))
+    for seed in range(2):
+        batch = [Batch(each.tokens, None) for each in share(sequences(seed), ranks.index, ranks.count)]
+        train_step(model, optimizer, batch, 1e-3, 0.0, ranks)
+    return whole(model, optimizer.gradients, ranks) | {f"of {k}": v for k, v in whole(model, model.state_dict(), ranks).items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize("name", ["bf16", "dsv3"])
+def test_two_ranks_that_cut_their_weights_take_the_steps_of_two_that_copy_them(name: str, device: str) -> None:
+    """To the bit, codes of updated weights among it: a sum of two has one order."""
+    copied, cut = (on_ranks(2, two_steps, name, device, shard=shard, device=device)[0] for shard in (1, 2))
+    assert [each for each in copied if not np.array_equal(copied[each], cut[each])] == []
 
 
 def emulated(count: int, expert: int) -> dict[str, np.ndarray]:
