@@ -22,8 +22,13 @@ from dsv3fp8.data import Batch
 from dsv3fp8.model.experts import RoutedExperts
 from dsv3fp8.model.linear import Linear
 from dsv3fp8.model.transformer import Transformer
+from dsv3fp8.observe.plan.memory import Planned
+from dsv3fp8.observe.plan.stash import load_of
+from dsv3fp8.observe.plan.weights import units
+from dsv3fp8.observe.plan.wire import transfers
 from dsv3fp8.ops import shards
 from dsv3fp8.ops.weights import WeightCodes
+from dsv3fp8.parallel.config import ParallelConfig
 from dsv3fp8.parallel.experts import expert_names
 from dsv3fp8.parallel.placement import local_part
 from dsv3fp8.precision import ledger
@@ -189,17 +194,22 @@ def what_travels(ranks: Ranks, name: str) -> dict[str, Any]:
     for where, parameter in model.named_parameters():
         wide = parameter.dim() == 1 or "router" in where
         size = (1 if where in coded else 4 if wide else 2) * padded(parameter, ranks.count)
-        if (
-            where in ("embedding", "head", "norm.weight")
-            or where.endswith(("hidden_norm.weight", "embedding_norm.weight"))
-            or where == "mtp.0.norm.weight"
-        ):
+        of_root = ("hidden_norm.weight", "embedding_norm.weight", ".0.norm.weight")
+        if where in ("embedding", "head", "norm.weight") or where.endswith(of_root):
             root += size
         else:
             blocks += size
     with Gathered() as found:
         train_step(model, optimizer, share(sequences(), ranks.index, ranks.count, 2), 1e-3, 1.0, ranks)
-    return {"bytes": sum(found.sizes), "want": 2 * (2 * blocks + root), "casts": sum(casts), "coded": len(coded) // 2}
+    made_anew = sum(casts)
+    even, optimizer = made(name, ranks=ranks)
+    with Gathered() as evenly:
+        train_step(even, optimizer, share(sequences(), ranks.index, ranks.count, 2), 1e-3, 1.0, ranks)
+    layout, config = ParallelConfig(dp_shard=ranks.count), even.config
+    plan = Planned(config, even.recipe, layout, units(config), load_of(config, layout, 80, 1.0), accumulate=2, moment_bytes=4)
+    planned = [transfer.payload for transfer in transfers(plan, node=8) if transfer.what.startswith("gather ")]
+    assert ranks.count * sum(evenly.sizes) == sum(planned)
+    return {"bytes": sum(found.sizes), "want": 2 * (2 * blocks + root), "casts": made_anew, "coded": len(coded) // 2}
 
 
 @pytest.mark.parametrize("name", ["dsv3", "bf16"])
