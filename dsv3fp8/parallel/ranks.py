@@ -22,7 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from dsv3fp8.errors import LostRank
 from dsv3fp8.last_words import error_line, say_at_once, show_cursor
-from dsv3fp8.parallel.watch import Watch, stopped
+from dsv3fp8.parallel.meeting import meet
+from dsv3fp8.parallel.watch import Watch, note_down, stopped
 
 T = TypeVar("T")
 Some = TypeVar("Some", bound=Tensor)
@@ -37,7 +38,7 @@ BROKEN = ("gloo/transport/", "connectFullMesh failed", "ncclRemoteError")
 CONFIRMED_WITHIN = 4.0
 FAILED = 1  # exit status
 
-_store: Store | None = None  # where this process met the others: a connection of its own, which no wait of a group holds up
+_met: tuple[str, Store] | None = None  # the name of this start and its place in the store, once this process has met the others
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,12 @@ def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Rank
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meeting, index, count = next(rendezvous("env://", timeout=PATIENCE))
+    place, index, count = next(rendezvous("env://", timeout=PATIENCE))
+    start, beside = _meet(index, count)
     first = index - local_rank()
-    with _watched(Watch(_own_store(), index, count, range(first, first + _ranks_of_this_host(count)), _leave), index):
+    with _watched(Watch(beside, index, count, range(first, first + _ranks_of_this_host(count)), _leave), index):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-        store = PrefixStore(_start(), meeting)
+        store = PrefixStore(start, place)
         dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=PATIENCE)
         if device.type == "cuda":
             group = dist.group.WORLD
@@ -219,37 +221,37 @@ def _with_shards(ranks: Ranks, device: str, shard: int) -> Ranks:
 
 
 def speaks() -> bool:
-    """Whether this rank is to say why the run fails: the first of all that asks."""
+    """Whether this rank, which ends, is to say why the run fails: the first of all that asks. The others learn that it ends."""
     if rank_count() == 1:
         return True
-    if _store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return os.environ.get("RANK", "0") == "0"  # they have no place yet where one could ask
+    index = int(os.environ.get("RANK", "0"))
+    if _met is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return index == 0  # they have no place yet where one could ask
     try:
-        return _own_store().add("failed", 1) == 1
-    except (RuntimeError, ValueError, KeyError):
+        _, store = _meet(index, rank_count())
+        note_down(store, stopped(index, os.getpid()))
+        return store.add("failed", 1) == 1
+    except (LostRank, RuntimeError, ValueError, KeyError):
         return True  # the place went down with the rank that kept it
 
 
 def has_met() -> bool:
     """Whether this process has met others."""
-    return _store is not None
+    return _met is not None
 
 
-def _own_store() -> Store:
-    """What the ranks have in common beside their groups, from the moment there is a place for it."""
-    global _store
-    if _store is None:
+def _meet(index: int, count: int) -> tuple[str, Store]:
+    """(the name of this start, what the ranks have in common beside their groups). Waits for all ranks the first time."""
+    global _met
+    if _met is None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own, which no wait of a group holds up.
         place = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=False, timeout=PATIENCE, wait_for_workers=False
         )
-        _store = PrefixStore(f"{_start()}, beside the groups", place)
-    return _store
-
-
-def _start() -> str:
-    """torchrun keeps the place over restarts, with all that those who are gone have left there."""
-    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        start = meet(place, index, count)
+        _met = start, PrefixStore(f"{start}, beside the groups", place)
+    return _met
 
 
 def _ranks_of_this_host(count: int) -> int:

@@ -24,8 +24,8 @@ BEAT = 1.0
 # After so many seconds without a sign of life a rank is taken for frozen, or its host for lost. Python cannot beat while a
 # library holds its lock, in a compilation say, so this is long.
 SILENCE = 60.0
-# Seconds for a rank to come for the first time: all are started together.
-MEETING = 600.0
+# Seconds for its first one: all have met right before.
+FIRST = 120.0
 # Seconds for the main thread to come back by itself, as it does where the collective fails.
 GRACE = 5.0
 
@@ -50,13 +50,13 @@ class Watch:
         *,
         beat: float = BEAT,
         silence: float = SILENCE,
-        meeting: float = MEETING,
+        first: float = FIRST,
         grace: float = GRACE,
     ) -> None:
         """store: a connection of its own, since a wait holds one up. neighbours: the ranks of this host, as far as is known."""
         self._store, self._index, self._next = store, index, (index + 1) % count
         self._leave, self._beat, self._grace = leave, beat, grace
-        self._silence, self._allowed = silence, meeting
+        self._silence, self._allowed = silence, first
         self._unknown = [rank for rank in neighbours if rank != index]
         self._processes: dict[int, tuple[int, psutil.Process | None]] = {}
         self._beats, self._heard, self._since = 0, "", time.monotonic()
@@ -77,7 +77,7 @@ class Watch:
         self._thread.join(self._grace)
         if failed is not None:
             with contextlib.suppress(RuntimeError):  # the store went first: the others see that as well
-                self._tell(failed)
+                note_down(self._store, failed)
 
     def _watch(self) -> None:
         while self._gone is None:
@@ -85,7 +85,7 @@ class Watch:
                 return
             try:
                 gone = self._look()
-                self._gone = gone and self._tell(gone)
+                self._gone = gone and note_down(self._store, gone)
             except RuntimeError:
                 self._gone = STORE_IS_GONE
         self._found.set()
@@ -118,12 +118,12 @@ class Watch:
                 self._heard, self._since, self._allowed = heard, now, self._silence
         if now - self._since <= self._allowed:
             return None
-        said = f"given no sign of life for {self._allowed:.0f} s" if self._heard else f"not come within {self._allowed:.0f} s"
-        return f"rank {self._next} has {said}"
+        return f"rank {self._next} has given no sign of life for {self._allowed:.0f} s"
 
-    def _tell(self, gone: str) -> str:
-        """Leave a note for all; the one that was there first holds, and is returned."""
-        return self._store.compare_set(NOTE, "", gone).decode()
+
+def note_down(store: Store, gone: str) -> str:
+    """Leave a note for all; the one that was there first holds, and is returned."""
+    return store.compare_set(NOTE, "", gone).decode()
 
 
 def stopped(rank: int, process: int) -> str:

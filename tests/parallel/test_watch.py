@@ -29,7 +29,7 @@ class Place:
         return TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=20), wait_for_workers=False)
 
     def watch(self, index: int, count: int, neighbours: range = ALONE_HERE, **limits: float) -> Watch:
-        limits = {"beat": 0.02, "silence": 20, "meeting": 20, "grace": 0.1, **limits}
+        limits = {"beat": 0.02, "silence": 20, "first": 20, "grace": 0.1, **limits}
         made = Watch(self.connect(), index, count, neighbours, lambda gone: self.left.put((index, gone)), **limits)
         self.opened.append(made)
         return made
@@ -67,9 +67,9 @@ def test_a_rank_that_falls_silent_ends_all_with_one_note(place: Place) -> None:
     }
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_longer_than_the_meeting_takes(place: Place) -> None:
-    place.watch(0, 2, silence=0.1, meeting=1)
-    assert place.left.get(timeout=10) == (0, "rank 1 has not come within 1 s")
+def test_a_rank_that_never_gives_a_sign_is_missed_as_well(place: Place) -> None:
+    place.watch(0, 2, silence=0.1, first=1)
+    assert place.left.get(timeout=10) == (0, "rank 1 has given no sign of life for 1 s")
 
 
 def test_a_killed_process_of_this_host_is_found_at_the_next_look(place: Place) -> None:
