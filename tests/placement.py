@@ -28,6 +28,14 @@ def slots(copy: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return slot.reshape(shape)
 
 
+def departing(made: Any) -> Any:
+    """A layout without its inert rows: as copies leave for the experts of other ranks."""
+    live = made.copy >= 0
+    row = live.cumsum(0) - 1  # of each live row among the live ones
+    slot = row[made.slot.clamp(min=0).long()].where(made.slot >= 0, -1) if len(row) else made.slot
+    return made._replace(copy=made.copy[live], slot=slot.int())
+
+
 def gathered(x: np.ndarray, index: np.ndarray, fill: float) -> np.ndarray:
     """x [N, ...] at each index, `fill` where it is -1."""
     return np.stack([x[i] if i >= 0 else np.full_like(x[0], fill) for i in index]) if len(index) else x[:0]

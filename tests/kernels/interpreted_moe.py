@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted_triton import _as_on_a_gpu, check
-from placement import gathered, place, routings, slots, summed
+from placement import departing, gathered, place, routings, slots, summed
 from torch import Tensor
 
 from dsv3fp8.kernels import moe
@@ -99,6 +99,28 @@ def test_dispatch_and_combine(case: Routing, payload: str, cols: int) -> None:
             assert torch.equal(total, torch.from_numpy(loops).to(dtype))
     for values, index in ((weights, made.copy), (rows[:, 0].contiguous(), made.slot)):
         assert torch.equal(exchange.pick(values, index), exchange_reference.pick(values, index))
+
+
+@settings(max_examples=20)
+@given(routings(130), st.sampled_from([1, 200, 384]))
+def test_rows_as_they_leave_a_rank(case: Routing, cols: int) -> None:
+    """Without inert rows, so that their number is anything: codes and scales of each, also of the last."""
+    ids, made = case[0], departing(layout(exchange_reference, case))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(ids), cols, generator=generator)
+    sent = quantize(x, E4M3, ROW_128, "pow2")
+    for got in (exchange.dispatch(sent, made.copy, made.slot), exchange.dispatch(x, made.copy, made.slot)):
+        want = exchange_reference.dispatch(sent if isinstance(got, QuantizedTensor) else x, made.copy, made.slot)
+        if isinstance(got, QuantizedTensor):
+            assert isinstance(want, QuantizedTensor)
+            check(got, want)
+        else:
+            assert torch.equal(got, want)
+    out, weights = torch.randn(len(made.copy), cols, generator=generator), torch.rand(ids.shape, generator=generator)
+    given_all = x.bfloat16(), made.copy, made.slot, weights, out.bfloat16()
+    ours, theirs = (kernels.weigh_cast(*given_all, E4M3, "pow2") for kernels in (exchange, exchange_reference))
+    check(ours[0], theirs[0])
+    assert torch.equal(exchange.weigh(*given_all, torch.float32)[0], exchange_reference.weigh(*given_all, torch.float32)[0])
 
 
 @pytest.mark.parametrize("cols", [1, 200, 384])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.6")
 
-from placement import place
+from placement import departing, place
 from test_triton import check
 from test_triton_compiles import compiled, resources
 
@@ -183,6 +183,18 @@ def test_on_a_gpu_what_travels_equals_the_reference_to_the_bit(
     assert torch.allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-3)
     assert torch.equal(exchange.weigh(*given_all, x.dtype)[0], exchange_reference.weigh(*given_all, x.dtype)[0])
     assert torch.equal(residual.forward(x, x + 1, x.float() * 3), residual_reference.forward(x, x + 1, x.float() * 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [size for size in SIZES[:8] if size[0]])
+def test_on_a_gpu_rows_that_leave_a_rank_all_have_their_scales(tokens: int, top_k: int, experts: int, poisoned: None) -> None:
+    """Without inert rows: 1 to 129 tokens make numbers of rows that no block divides."""
+    made = departing(exchange.lay_out(draw_ids(tokens, top_k, experts), experts, None, capacity(tokens, top_k, experts)))
+    x, weights = torch.randn(tokens, 200, device="cuda").bfloat16(), torch.rand(tokens, top_k, device="cuda")
+    sent = quantize(x, E4M3, ROW_128, "pow2")
+    check(*(kernels.dispatch(sent, made.copy, made.slot) for kernels in (exchange, exchange_reference)))
+    given = (x, made.copy, made.slot, weights, torch.randn(len(made.copy), 200, device="cuda").bfloat16())
+    check(*(kernels.weigh_cast(*given, E4M3, "pow2")[0] for kernels in (exchange, exchange_reference)))
 
 
 RULES = [

@@ -141,7 +141,7 @@ def _launch_dispatch(
         return
     block = _block(width, 256)
     together = max(1, _WORDS // block)
-    programs = rows // _INERT + ceil_div(tokens, together) * ceil_div(width, block)
+    programs = ceil_div(rows, _INERT) + ceil_div(tokens, together) * ceil_div(width, block)
     _dispatch_kernel[(programs,)](
         x, copy if scale is None else scale, copy, slot.contiguous(), out, copy if out_scale is None else out_scale,
         tokens, rows, width, x.stride(0), *((0, 0, 0) if scale is None else (*scale.stride(), scale.shape[1])),
@@ -160,7 +160,7 @@ def _launch_weigh(
     together, chunks = 4, ceil_div(cols, 128 * tiles)
     partial = torch.empty(chunks, tokens, top_k, dtype=torch.float32, device=dy.device)
     if into.numel():
-        _weigh_kernel[(rows // _INERT + ceil_div(tokens, together) * chunks,)](
+        _weigh_kernel[(ceil_div(rows, _INERT) + ceil_div(tokens, together) * chunks,)](
             dy, copy, slot.contiguous(), weights.contiguous(), out, into, partial if scale is None else scale, partial, tokens,
             rows, cols, dy.stride(0), out.stride(0), TOP_K=top_k, CAST=scale is not None, TOKENS=together, TILES=tiles,
             INERT=_INERT, **cast, num_warps=4, **_EXACT,
@@ -261,27 +261,29 @@ def _dispatch_kernel(
 ):  # fmt: skip
     """The first programs see to what rows have beside their copies, the others to tokens, or to a part of each."""
     program = tl.program_id(0)
-    if program < rows // INERT:
+    looking = tl.cdiv(rows, INERT)
+    if program < looking:
         row = program * INERT + tl.arange(0, INERT)
-        held = tl.load(copy + row)
+        held = tl.load(copy + row, mask=row < rows, other=0)
         if SCALED:
-            _scales(x_scale, held, row.to(tl.int64), out_scale, rows, scale_stride_r, scale_stride_c, grid_cols, TOP_K)
+            _scales(x_scale, held, row, out_scale, rows, scale_stride_r, scale_stride_c, grid_cols, TOP_K)
         if tl.min(held, 0) < 0:
             _zeros(held, row.to(tl.int64), out, width, INERT, BLOCK)
     else:
-        _send(x, slot, out, program - rows // INERT, tokens, width, x_stride, TOP_K, TOKENS, BLOCK)
+        _send(x, slot, out, program - looking, tokens, width, x_stride, TOP_K, TOKENS, BLOCK)
 
 
 @triton.jit
 def _scales(x_scale, held, row, out_scale, rows, stride_r, stride_c, grid_cols, TOP_K: tl.constexpr):
     """The scales of these rows, 1 where they are inert."""
-    token = (held // TOP_K).to(tl.int64)
+    token, there = (held // TOP_K).to(tl.int64), row < rows
+    row = row.to(tl.int64)
     for first in range(0, grid_cols, 16):
         g = (first + tl.arange(0, 16)).to(tl.int64)
         exists = (g < grid_cols)[None, :]
         at = token[:, None] * stride_r + g[None, :] * stride_c
         s = tl.load(x_scale + at, mask=(held >= 0)[:, None] & exists, other=1.0)
-        tl.store(out_scale + (g[None, :] * rows + row[:, None]), s, mask=exists)
+        tl.store(out_scale + (g[None, :] * rows + row[:, None]), s, mask=there[:, None] & exists)
 
 
 @triton.jit
@@ -341,9 +343,10 @@ def _weigh_kernel(
 ):  # fmt: skip
     """The first programs see to inert rows, the others to TILES tiles of some tokens."""
     program = tl.program_id(0)
-    if program < rows // INERT:
+    looking = tl.cdiv(rows, INERT)
+    if program < looking:
         row = program * INERT + tl.arange(0, INERT)
-        held = tl.load(copy + row)
+        held = tl.load(copy + row, mask=row < rows, other=0)
         if tl.min(held, 0) < 0:
             _zeros(held, row.to(tl.int64), into, cols, INERT, 128)
             if CAST:
@@ -351,7 +354,7 @@ def _weigh_kernel(
                     tl.store(scale + (tile * rows + row), tl.full([INERT], 1.0, tl.float32), mask=held < 0)
     else:
         _weigh(
-            dy, slot, weights, out, into, scale, partial, program - rows // INERT, tokens, rows, cols, dy_stride, out_stride,
+            dy, slot, weights, out, into, scale, partial, program - looking, tokens, rows, cols, dy_stride, out_stride,
             TOP_K, CAST, LIMIT, LIMIT_BITS, POW2, TOKENS, TILES,
         )  # fmt: skip
 
