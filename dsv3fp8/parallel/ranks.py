@@ -7,11 +7,11 @@ of a GPU by NCCL, in the same groups: what the hosts agree on (counts of targets
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dsv3fp8.errors import LostRank
+from dsv3fp8 import __version__
+from dsv3fp8.errors import LostRank, UserError
 from dsv3fp8.last_words import error_line, say_at_once, show_cursor
 from dsv3fp8.parallel.meeting import meet
 from dsv3fp8.parallel.watch import Watch, note_down, stopped
@@ -37,6 +38,9 @@ BROKEN = ("gloo/transport/", "connectFullMesh failed", "ncclRemoteError")
 # Seconds after such an error in which the watch finds out who is gone, on whatever host.
 CONFIRMED_WITHIN = 4.0
 FAILED = 1  # exit status
+# Of what has to be the same on all ranks.
+VERSIONS = {"dsv3fp8": __version__, "torch": str(torch.__version__)}
+ABSENT = "(absent)"
 
 _met: tuple[str, Store] | None = None  # the name of this start and its place in the store, once this process has met the others
 
@@ -103,6 +107,19 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def require_equal(self, given: Mapping[str, Any], remedy: str) -> None:
+        """Raise UserError on a rank that has other values than the first one, naming them all.
+
+        Ranks that were started by hand on several nodes may have been told other things, and a file of one name may be
+        another on each of them.
+        """
+        wanted = self.from_first(dict(given))
+        keys = [*wanted, *(key for key in given if key not in wanted)]
+        pairs = [(key, given.get(key, ABSENT), wanted.get(key, ABSENT)) for key in keys]
+        differing = [f"{key} {ours} instead of {theirs}" for key, ours, theirs in pairs if ours != theirs]
+        if differing:
+            raise UserError(f"rank {self.index} on {os.uname().nodename} has {', '.join(differing)} as rank 0: {remedy}")
+
     def wait(self) -> None:
         """Until all ranks are here."""
         self.largest(0)
@@ -156,6 +173,7 @@ def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Rank
             assert group is not None
             group._get_backend(device)._set_default_timeout(GPU_PATIENCE)
         ranks = Ranks(index, count, local_rank())
+        ranks.require_equal({"parallel.expert": expert, "parallel.dp_shard": shard, **VERSIONS}, "start all ranks alike")
         if expert > 1:
             mesh = init_device_mesh(device.type, (count // expert, expert), mesh_dim_names=("replica", "expert"))
             expert_group, replicas = mesh.get_group("expert"), mesh.get_group("replica")

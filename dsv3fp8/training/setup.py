@@ -27,7 +27,7 @@ from dsv3fp8.training.checks import fit_vocabulary
 from dsv3fp8.training.graph import choose_steps
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
 from dsv3fp8.training.optimizer import AdamW
-from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
+from dsv3fp8.training.resume import changed_keys, flatten, refuse_changes, refuse_other_corpus
 from dsv3fp8.training.run_directory import RunDirectory
 from dsv3fp8.training.state import TrainingState, checkpoint_bytes, load_state, restore, restore_random_states, run_tensors
 
@@ -60,6 +60,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
 
     The first rank holds the directory's lock and says what is there; all read it.
     """
+    ranks.require_equal(_told(config), "give all of them the same settings")
     if ranks.first:
         remove_unfinished(directory.checkpoints)
     found = ranks.from_first(list_checkpoints(directory.checkpoints))
@@ -84,6 +85,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
     torch.use_deterministic_algorithms(config.training.deterministic)
     with ranks.host_by_host():
         corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
+    ranks.require_equal(_content(corpus), "let the data keys name the same files on every node")
     corpus.check_context(config.training.context)
     # Weights that were imported have seen no corpus.
     if saved and state.corpus is not None and config.resume != "fork":
@@ -118,6 +120,18 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
             restore_random_states(random_states, device)
     steps = choose_steps(config, device)
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, saver, state, bool(changed), notes, steps)
+
+
+def _told(config: RunConfig) -> dict[str, Any]:
+    """The settings that have to be the same on all ranks: all but where a node keeps its cache."""
+    return {key: value for key, value in flatten(config.to_dict()).items() if key != "data.cache_dir"}
+
+
+def _content(corpus: Corpus) -> dict[str, Any]:
+    """What a rank reads, by hashes and sizes."""
+    told = corpus.describe()
+    sizes = {f"{half} tokens": told[half]["tokens"] for half in ("train", "validation")}
+    return {"a corpus of hash": told["sha256"], "a tokenizer of hash": told["tokenizer"]["sha256"], **sizes}
 
 
 def build(

@@ -117,3 +117,61 @@ def test_what_is_wrong_is_one_line(launch: Launch, words: list[str], line: str) 
     assert set(run.wait(60)) <= {1, 2}
     (said,) = run.said()
     assert line in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["optimizer.lr=0.01", "training.seed=3"],
+            "optimizer.lr 0.01 instead of 0.002, training.seed 3 instead of 0 as rank 0: give",
+        ),
+        (["parallel.expert=2"], "parallel.expert 2 instead of 1 as rank 0: start all ranks alike"),
+    ],
+    ids=["settings", "layout"],
+)
+def test_ranks_that_were_told_other_things_do_not_train_together(launch: Launch, words: list[str], line: str) -> None:
+    run = launch(other=tuple(words))
+    assert run.wait(60) == [1, 2]
+    (said,) = run.said()
+    assert said.startswith("dsv3fp8: error: rank 1 on ")
+    assert line in said
+
+
+def test_nodes_whose_files_differ_do_not_train_together(launch: Launch, tmp_path: Path) -> None:
+    """The same words on both ranks, which find other things there."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        for file in range(8):
+            text = "".join(f"line {line} of file {file} on {rank}\n" for line in range(400))
+            (tmp_path / str(rank) / f"{file}.txt").write_text(text)
+    run = launch("data.paths=[/proc/self/cwd/*.txt]", first=functools.partial(enter, tmp_path))
+    assert run.wait(60) == [1, 2]
+    (said,) = run.said()
+    assert re.search(r"rank 1 on .* has a corpus of hash \w+ instead of \w+ as rank 0: let the data keys name", said)
+
+
+def enter(folder: Path, index: int) -> None:
+    """Each rank on a disk of its own."""
+    os.chdir(folder / str(index))
+
+
+def test_a_second_launch_into_the_same_directory_is_told_who_is_there(launch: Launch, tmp_path: Path) -> None:
+    """H08: the first one goes on undisturbed, and rank 0 alone has written."""
+    first = launch("recipe=bf16", "training.steps=1000", "training.checkpoint_every=0")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or lines(tmp_path) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    second = launch("recipe=bf16", "training.steps=1000")
+    assert second.wait(60) == [2, 1]
+    (said,) = second.said()
+    holder = first.processes[0].pid
+    assert re.search(rf"run_dir={tmp_path}/run is in use by process {holder} on .*: wait for it to end or choose another", said)
+    before = lines(tmp_path)
+    while lines(tmp_path) < before + 2:
+        assert first.processes[0].is_alive()
+        time.sleep(0.01)
+    first.signal(1, signal.SIGTERM)
+    assert first.wait(60) == [143, 143]
+    assert saved(tmp_path) == [lines(tmp_path)]
