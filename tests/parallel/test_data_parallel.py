@@ -27,6 +27,7 @@ def furthest(got: dict[str, Any], want: dict[str, Any]) -> tuple[float, str]:
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "parts"), [(2, 1), (2, 2), (4, 1)])
 def test_loss_and_raw_gradients_are_those_of_one_rank(recipe: str, count: int, parts: int) -> None:
+    """L02, T20: each rank has another number of targets."""
     one = step_alone(recipe, parts)
     for rank in on_ranks(count, step_of_rank, recipe, parts):
         for name in ("loss", "mtp", "balance", "norm"):

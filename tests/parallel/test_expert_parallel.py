@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from one_step import made, result_of, sequences, share, step_alone, step_of_rank, whole_step
+from one_step import SEQUENCES, made, result_of, sequences, share, step_alone, step_of_rank, whole_step
 from processes import Ranks, on_ranks
 from test_data_parallel import TOLERANCE, furthest
 
 from dsv3fp8.data import Batch
 from dsv3fp8.parallel import reduction
 from dsv3fp8.parallel.experts import expert_names
+from dsv3fp8.parallel.ranks import ALONE
 from dsv3fp8.precision import ledger
 from dsv3fp8.training.step import train_step
 
@@ -30,6 +31,7 @@ def holds(rank: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize(("count", "expert", "parts"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
 def test_loss_and_raw_gradients_are_those_of_one_rank(recipe: str, count: int, expert: int, parts: int, gate: str) -> None:
+    """X03, O08."""
     one = step_alone(recipe, parts, f"gate={gate}")
     for rank in on_ranks(count, step_of_rank, recipe, parts, f"gate={gate}", expert=expert):
         holds(rank, one, TOLERANCE[recipe])
@@ -127,26 +129,29 @@ def test_the_wire_carries_the_payload_and_nothing_else(recipe: str, gate: str) -
     assert carried == expected
 
 
-def lonely_step(ranks: Ranks) -> dict[str, Any]:
-    """All tokens choose the experts of rank 0, and rank 1 has none but padding."""
-    model, optimizer = made("dsv3", ranks=ranks)
+def lonely_step(ranks: Ranks, recipe: str, padded: bool) -> dict[str, Any]:
+    """All tokens choose the experts of rank 0; those of rank 1 are padding, or are sent away like the others."""
+    model, optimizer = made(recipe, ranks=ranks)
     for name, buffer in model.named_buffers():
         if name.endswith("router.bias"):
             buffer[: len(buffer) // 2] += 100.0
-    batch = share(sequences(), ranks.index, ranks.count)
-    if ranks.index == 1:
-        assert batch[0].documents is not None
-        batch[0].documents.fill_(-1)
-    result = result_of(model, optimizer, batch, ranks)
-    return {"applied": result["applied"], "loss": result["loss"], "load": result["load"], "gradients": result["gradients"]}
+    batch = sequences()
+    if padded:
+        assert batch.documents is not None
+        batch.documents[SEQUENCES // 2 :] = -1
+    return result_of(model, optimizer, share(batch, ranks.index, ranks.count), ranks)
 
 
-def test_experts_without_tokens_and_a_rank_without_any() -> None:
-    """R01, R02: exact zeros, nothing hangs."""
-    for rank in on_ranks(2, lonely_step, expert=2):
+@pytest.mark.parametrize(("recipe", "padded"), [("dsv3", True), ("fp32", True), ("fp32", False)])
+def test_experts_without_tokens_and_a_rank_without_any(recipe: str, padded: bool) -> None:
+    """X01, L01, L02, R01, R02: exact zeros, no hang forward or backward, and the step of one rank that has all of them."""
+    one = lonely_step(ALONE, recipe, padded)
+    for rank in on_ranks(2, lonely_step, recipe, padded, expert=2):
         assert rank["applied"]
         assert np.isfinite(rank["loss"])
         assert not rank["load"][:, 4:].any()
         for name, each in rank["gradients"].items():
             assert np.isfinite(each).all(), name
             assert not name.endswith(("experts.gate_up", "experts.down")) or not each[4:].any()
+        if recipe == "fp32":
+            holds(rank, one, TOLERANCE["fp32"])

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -175,3 +176,42 @@ def test_a_second_launch_into_the_same_directory_is_told_who_is_there(launch: La
     first.signal(1, signal.SIGTERM)
     assert first.wait(60) == [143, 143]
     assert saved(tmp_path) == [lines(tmp_path)]
+
+
+def fill_the_disk(culprit: int, index: int) -> None:
+    """After the first checkpoint a rank may write small files alone."""
+    real = loop.Loop._save
+
+    def save(self: loop.Loop) -> None:
+        real(self)
+        self.run.saver.wait()
+        if index == culprit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+
+    loop.Loop._save = save  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(launch: Launch, tmp_path: Path, culprit: int) -> None:
+    """K10: the limit stands for a disk; half a checkpoint is not left either."""
+    run = launch("training.steps=1000", "training.checkpoint_every=3", first=functools.partial(fill_the_disk, culprit))
+    assert set(run.wait(60)) <= {1, 2}
+    (said,) = run.said()
+    assert f"cannot write checkpoint step-00000006/0000{culprit}.safetensors in " in said
+    assert "; the checkpoint of step 3 is kept" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_ranks_whose_windows_do_not_come_out_even_go_on_together(launch: Launch, tmp_path: Path) -> None:
+    """D11: 3 windows a rank and step, of a text that has no multiple of 6; through its end more than once, validation too."""
+    (tmp_path / "text").mkdir()
+    for file in range(8):
+        (tmp_path / "text" / f"{file}.txt").write_text("".join(f"{line} {file}\n" for line in range(24 + file)))
+    words = ["training.batch=3", "training.steps=24", "training.validation_batches=100", "data.workers=2"]
+    run = launch(f"data.paths=[{tmp_path}/text/*.txt]", *words)
+    assert run.wait(60) == [0, 0]
+    assert not run.said()
+    tokens = int(re.search(r"files: ([\d,]+) train tokens", run.output(0))[1].replace(",", ""))  # type: ignore[index]
+    assert 2 * tokens < 6 * 24 * 32
+    assert (tokens - 1) // 32 % 6
+    assert lines(tmp_path) == 24
