@@ -3,7 +3,8 @@
     PYTHONPATH=.:tests:tests/training python tests/training/kill_ranks.py --ranks 4 --kills 10 --seed 0 recipe=dsv3 …
 
 trains a nano model (or what the settings make of it) twice, the second time with so many ranks killed, and says whether
-metrics.jsonl holds the same bits but for what hangs on the clock. tests/training/test_torchrun.py does a few kills.
+metrics.jsonl holds the same bits but for what hangs on the clock. It takes GPUs where there are any. --moments freeze stops a
+rank (SIGSTOP) in place of killing it. tests/training/test_torchrun.py does a few kills.
 """
 
 import argparse
@@ -98,7 +99,7 @@ MOMENTS = ("start", "steps", "steps", "checkpoint")
 
 
 def kill_at_random(run: TorchRun, ranks: int, moments: list[str], draw: random.Random) -> list[str]:
-    """One kill a moment: in the start, some steps after it, or in a checkpoint. What was killed when."""
+    """One kill a moment: in the start, some steps after it, or in a checkpoint. What was killed, and how soon all were gone."""
     old, file, log = set[int](), 0, []
     for number, moment in enumerate(moments, 1):
         run.until_all_are_new(old, ranks)
@@ -113,10 +114,13 @@ def kill_at_random(run: TorchRun, ranks: int, moments: list[str], draw: random.R
         file = run.file()
         if moment == "checkpoint":
             run.kill_in_a_checkpoint(rank)
+        elif moment == "freeze":
+            os.kill(run.pids()[rank], signal.SIGSTOP)
         else:
             run.kill(rank)
-        log.append(f"kill {number}: rank {rank}, {moment}, after {run.lines()} lines")
-        run.until(lambda now=old: not set(run.pids()) & now, every=0.05)  # all of them are gone
+        began, lines = time.monotonic(), run.lines()
+        run.until(lambda now=old: not set(run.pids()) & now, every=0.05)
+        log.append(f"{number}: rank {rank}, {moment}, after {lines} lines; all gone after {time.monotonic() - began:.1f} s")
     return log
 
 
@@ -132,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name, given in (("ranks", 2), ("kills", 10), ("seed", 0), ("steps", 400)):
         parser.add_argument(f"--{name}", type=int, default=given)
+    parser.add_argument("--moments", default=",".join(MOMENTS), help="of start, steps, checkpoint and freeze; drawn from these")
     options, words = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="kill-ranks-"))
     for file in range(8):
@@ -144,7 +149,7 @@ def main() -> int:
     print(whole.finish(3600)[0].splitlines()[-3:])
     killed = TorchRun([*words, f"run_dir={folder}/killed"], f"--max-restarts={options.kills}", ranks=options.ranks)
     draw = random.Random(options.seed)
-    moments = [draw.choice(MOMENTS) for _ in range(options.kills)]
+    moments = [draw.choice(options.moments.split(",")) for _ in range(options.kills)]
     print("\n".join(kill_at_random(killed, options.ranks, moments, draw)), flush=True)
     _, said = killed.finish(3600)
     print("\n".join(said))
