@@ -39,8 +39,9 @@ SOURCE = "one V3 layer of 4,096 tokens on an H200 (docs/results/fast_h200)"
 
 COPY = 4245.0
 """GB/s read and written of a copy on an H200 (the median of docs/results/fast_h200/kernels.json)."""
-NVLINK, NETWORK = 450.0, 50.0
-"""GB/s a direction and GPU, of data sheets: NVLink 4, and an adapter of 400 Gbit/s for each GPU. Nothing is measured yet."""
+NVLINK, NETWORK = 270.0, 50.0
+"""GB/s a direction and GPU: NCCL's sum of gradients over two H200s (docs/results/many_gpus_h200; NVLink 4 has 450 on its data
+sheet), and an adapter of 400 Gbit/s for each GPU, of a data sheet: no network is measured yet."""
 
 
 def layer_rates(data: Mapping[str, Any], recipe: str) -> Rates:
