@@ -99,12 +99,12 @@ def test_a_rank_that_fails_tells_the_others(place: Place) -> None:
 
 
 def test_a_main_thread_that_comes_back_in_time_is_left_alone(place: Place) -> None:
-    other, failing = place.watch(0, 2, grace=3), place.watch(1, 2)
+    other, failing = place.watch(0, 2, grace=2), place.watch(1, 2)
     failing.close(failed="rank 1 has failed")
     assert other.gone(10)
     other.close()
     with pytest.raises(queue.Empty):
-        place.left.get(timeout=4)
+        place.left.get(timeout=2.5)
 
 
 def test_a_watch_ends_when_it_is_closed(place: Place) -> None:
