@@ -164,12 +164,28 @@ def test_a_layers_peak_and_stash_are_what_an_h200_measured(name: str) -> None:
     assert kept_bytes(plan.config, plan.recipe, "moe", plan.load) / 4096 == pytest.approx(found["kept_bytes_per_token"], abs=2)
 
 
-def test_a_steps_peak_is_within_a_twentieth_of_what_an_h200_measured() -> None:
-    """Above masters and moments: dsv3, `medium`, eight micro-batches of 8,192 tokens; codes go with each step."""
-    found = json.loads((RESULTS / "step_launched.json").read_text(encoding="utf-8"))["breakdowns"]["dsv3"]
-    used = memory(plan_of(preset("medium"), recipe("dsv3"), tokens=8192, accumulate=8))
+@pytest.mark.parametrize(
+    ("name", "recipe_name", "tokens", "accumulate"),
+    [(model, name, *batch) for model, batch in (("small", (32768, 1)), ("medium", (8192, 8))) for name in ("dsv3", "bf16")],
+)
+def test_a_steps_peak_is_within_a_twentieth_of_what_an_h200_measured(
+    name: str, recipe_name: str, tokens: int, accumulate: int
+) -> None:
+    """Above masters and moments, steps replayed from a CUDA graph; codes go with each step."""
+    found = json.loads((RESULTS / f"step_{name}.json").read_text(encoding="utf-8"))["breakdowns"][recipe_name]
+    used = memory(plan_of(preset(name), recipe(recipe_name), tokens=tokens, accumulate=accumulate))
     above = used.total - used.peak["masters"] - used.peak["moments"]
     assert above == pytest.approx(found["peak_gb"] * 1e9, rel=0.05)
+
+
+def test_every_layouts_peak_is_within_a_twentieth_of_what_two_h200s_measured() -> None:
+    """All that was allocated, of the fullest GPU: `medium`, moments in BF16, 16,384 tokens a GPU."""
+    rows = json.loads((RESULTS.parent / "many_gpus_h200" / "scale.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        sizes = tuple(int(word.partition("=")[2]) for word in row["parallel"])
+        plan = plan_of(preset("medium"), recipe(row["recipe"]), sizes, tokens=16384, moment_bytes=2)
+        assert memory(plan).total == pytest.approx(row["modes"]["launched"]["peak"], rel=0.05), row["name"]
 
 
 def test_what_the_experts_backward_holds_by_hand() -> None:
