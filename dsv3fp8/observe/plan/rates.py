@@ -40,8 +40,8 @@ SOURCE = "one V3 layer of 4,096 tokens on an H200 (docs/results/fast_h200)"
 COPY = 4245.0
 """GB/s read and written of a copy on an H200 (the median of docs/results/fast_h200/kernels.json)."""
 NVLINK, NETWORK = 229.0, 50.0
-"""GB/s a direction and GPU: NCCL's sum of gradients behind backward over two H200s (docs/results/many_gpus_h200; 450 on the data
-sheet of NVLink 4), and an adapter of 400 Gbit/s for each GPU, of a data sheet: no network is measured yet."""
+"""GB/s a direction and GPU: NCCL's sum of gradients behind backward over two H200s (docs/results/many_gpus_h200; 450 on the
+data sheet of NVLink 4), and an adapter of 400 Gbit/s for each GPU, of a data sheet: no network is measured yet."""
 
 
 def layer_rates(data: Mapping[str, Any], recipe: str) -> Rates:
