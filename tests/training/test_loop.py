@@ -284,8 +284,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad_steps: set[int]) -> None:
     real, calls = step.gradient_norm, [0]
 
     def gradient_norm(gradients: Any, device: torch.device) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] in bad_steps:
+        calls[0] += bool(gradients)  # of experts that lie elsewhere there are none
+        if gradients and calls[0] in bad_steps:
             gradients[0].fill_(math.nan)
         return real(gradients, device)
 
