@@ -76,6 +76,9 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path}, line {number} is no JSON object: delete the line") from error
         if not isinstance(whole.get("step"), int):
             raise UserError(f"{path}, line {number} has no step: delete the line")
+        for name, value in whole.items():
+            if value is not None and not isinstance(value, int | float):
+                raise UserError(f"{path}, line {number}: {name}={json.dumps(value)} is no number: delete the line")
         yield whole
 
 

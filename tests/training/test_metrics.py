@@ -65,12 +65,14 @@ def test_resuming_drops_later_lines_and_a_half_written_one(tmp_path: Path) -> No
         ("[1, 2]", "is no JSON object"),
         ('{"loss": 2.0}', "has no step"),
         ('{"step": "2"}', "has no step"),
+        ('{"step": 2, "loss": "abc"}', 'loss="abc" is no number'),
+        ('{"step": 2, "loss": [1.0]}', r"loss=\[1\.0\] is no number"),
     ],
 )
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2 {complaint}"):
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2:? {complaint}"):
         MetricsFile(path, after_step=5)
 
 

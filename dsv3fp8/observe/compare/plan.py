@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,10 @@ from dsv3fp8.config import RunConfig, load_config, load_saved
 from dsv3fp8.data import open_corpus
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.recipes import directory_name, names_of, words_of
-from dsv3fp8.observe.compare.runs import gave_up, is_complete
+from dsv3fp8.observe.compare.runs import gave_up, is_complete, read_corpus, read_records
 from dsv3fp8.observe.compare.study import check_window, choose_baseline
 from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.checks import validate_run
-from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
 from dsv3fp8.training.run_directory import RunDirectory
 
@@ -148,12 +146,12 @@ def check_against_disk(plan: Plan) -> None:
         description = saved.path / "corpus.json"
         if description.is_file():
             corpus = corpus or open_corpus(run.config.data).describe()["sha256"]
-            refuse_other_corpus(run.config.run_dir, step, json.loads(description.read_text()).get("sha256"), corpus)
+            refuse_other_corpus(run.config.run_dir, step, read_corpus(description)["sha256"], corpus)
 
 
 def last_step(run: PlannedRun) -> int:
     """The last step that the run has logged."""
-    records = read_metrics(run.directory / "metrics.jsonl") if (run.directory / "metrics.jsonl").is_file() else []
+    records = read_records(run.directory / "metrics.jsonl")
     return records[-1]["step"] if records else 0
 
 
@@ -163,10 +161,7 @@ def has_ended(run: PlannedRun) -> bool:
     A run whose checkpoints were deleted is complete with its records. One that was killed between its last record and its
     last checkpoint goes on from the checkpoint before.
     """
-    metrics = run.directory / "metrics.jsonl"
-    if not metrics.is_file():
-        return False
-    records, training = read_metrics(metrics), run.config.training
+    records, training = read_records(run.directory / "metrics.jsonl"), run.config.training
     if gave_up(records, training.max_skipped):
         return True
     saved = list_checkpoints(run.directory / "checkpoints")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from dsv3fp8.observe.compare.plan import PlannedRun, has_ended
+from dsv3fp8.observe.compare.runs import read_records
 from dsv3fp8.training.checks import select_device
 from dsv3fp8.training.child import LOG, last_error, start_training, wait_until_free
-from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.signals import StopRequest
 
 POLL = 0.1  # seconds
@@ -113,8 +113,7 @@ def _conclude(each: _Running, keep_checkpoints: bool, stopped: bool, say: Callab
 
 
 def _progress(run: PlannedRun) -> str:
-    metrics = run.directory / "metrics.jsonl"
-    records = read_metrics(metrics) if metrics.is_file() else []
+    records = read_records(run.directory / "metrics.jsonl")
     if not records:
         return f"{run.name}: no step yet"
     last = records[-1]

@@ -83,7 +83,7 @@ def _about(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     for run in runs:
         there = run.environment
         commit = f"commit {there['commit'][:12]}" if there.get("commit") else "no commit known"
-        torch_version = there.get("packages", {}).get("torch")
+        torch_version = there["packages"].get("torch")
         machines.append(f"{there.get('device')} (torch {torch_version}, Python {there.get('python')}, {commit})")
     return {
         "date": datetime.now(UTC).date().isoformat(),

@@ -24,6 +24,16 @@ FREE = FREE_KEYS - {"training.validation_batches"} | {
 }  # fmt: skip
 SHOWN = 8
 """Digits of a hash that a message shows."""
+REQUIRED = ("loss", "grad_norm", "skipped")
+"""Numbers that training logs at every step, beside the step itself."""
+# What a comparison reads of corpus.json and environment.json: (key, type of its value, whether it may be absent or null).
+CORPUS = (
+    ("source", str, False), ("sha256", str, False), ("tokenizer.name", str, False), ("tokenizer.vocab_size", int, False),
+    ("tokenizer.sha256", str, True), ("train.tokens", int, False), ("validation.tokens", int, False), ("bigram", dict, True),
+    ("bigram.loss", float, True),
+)  # fmt: skip
+ENVIRONMENT = (("commit", str, True), ("packages", dict, False))
+KINDS = {str: "a text", int: "a whole number", float: "a number", dict: "an object"}
 
 State = Literal["complete", "gave up", "unfinished"]
 
@@ -108,20 +118,35 @@ def read_runs(directories: Iterable[Path]) -> list[ComparedRun]:
 
 def _read_run(path: Path) -> ComparedRun:
     directory = RunDirectory(path)
-    records = read_metrics(directory.metrics)
+    records = read_records(directory.metrics)
     if not records:
         raise UserError(f"{directory.metrics} holds no step yet: let the run log one, or leave the run out")
     return ComparedRun(
         path,
         load_saved(directory.config),
-        _json(path / "corpus.json"),
-        _json(path / "environment.json"),
+        read_corpus(path / "corpus.json"),
+        _json(path / "environment.json", ENVIRONMENT),
         records,
         error=last_error(path / LOG),
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a run, none if there is no file. UserError, one line, for a line that a comparison cannot use."""
+    records = read_metrics(path) if path.is_file() else []
+    for number, record in enumerate(records, 1):  # every whole line is a record
+        missing = [name for name in REQUIRED if record.get(name) is None]
+        if missing:
+            raise UserError(f"{path}, line {number} has no {missing[0]}: delete the line, or leave the run out")
+    return records
+
+
+def read_corpus(path: Path) -> dict[str, Any]:
+    """A run's corpus.json. UserError, one line, for one that is not there, broken, or without what a comparison reads."""
+    return _json(path, CORPUS)
+
+
+def _json(path: Path, wanted: Iterable[tuple[str, type, bool]]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,6 +155,15 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no JSON ({error}): restore it, or leave the run out") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not what a run writes there: restore it, or leave the run out")
+    for key, kind, optional in wanted:
+        value: Any = content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None and optional:
+            continue
+        if not isinstance(value, (int, float) if kind is float else kind) or (kind is not str and isinstance(value, bool)):
+            shown = "no value" if value is None else json.dumps(value)
+            raise UserError(f"{path}: {key} is {shown}, not {KINDS[kind]}: restore the file, or leave the run out")
     return content
 
 

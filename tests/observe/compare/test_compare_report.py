@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,43 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, missing: str)
         read_runs([tmp_path / "a"])
     path.unlink()
     with pytest.raises(UserError, match=f"{missing}: No such file or directory; a comparison needs"):
+        read_runs([tmp_path / "a"])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("corpus.json", lambda content: {}, "source is no value, not a text"),
+        ("corpus.json", lambda content: content | {"sha256": 7}, "sha256 is 7, not a text"),
+        ("corpus.json", lambda content: content | {"train": 5}, "train.tokens is no value, not a whole number"),
+        ("corpus.json", lambda content: content | {"train": {"tokens": True}}, "train.tokens is true, not a whole number"),
+        ("corpus.json", lambda content: content | {"bigram": []}, "bigram is [], not an object"),
+        ("environment.json", lambda content: content | {"packages": None}, "packages is no value, not an object"),
+        ("environment.json", lambda content: content | {"commit": 12}, "commit is 12, not a text"),
+    ],
+)
+def test_a_file_without_what_a_run_writes_there_is_named_with_the_key(
+    tmp_path: Path, name: str, damage: Callable[[dict[str, Any]], Any], said: str
+) -> None:
+    path = make_run(tmp_path / "a", steps=20) / name
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=re.escape(f"{path}: {said}: restore the file, or leave the run out")):
+        read_runs([tmp_path / "a"])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"step": 21, "loss": 2.0, "grad_norm": 1.0}', "line 21 has no skipped: delete the line"),
+        ('{"step": 21}', "line 21 has no loss: delete the line"),
+        ('{"step": 21, "loss": null, "grad_norm": 1.0, "skipped": 0}', "line 21 has no loss: delete the line"),
+        ('{"step": 21, "loss": "abc", "grad_norm": 1.0, "skipped": 0}', 'line 21: loss="abc" is no number: delete the line'),
+    ],
+)
+def test_a_record_without_what_training_logs_is_named_with_its_line(tmp_path: Path, line: str, said: str) -> None:
+    path = make_run(tmp_path / "a", steps=20) / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UserError, match=re.escape(f"{path}, {said}")):
         read_runs([tmp_path / "a"])
 
 

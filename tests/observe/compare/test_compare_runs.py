@@ -138,6 +138,13 @@ def test_runs_that_are_there_with_other_settings_or_data_are_refused(tmp_path: P
     make_run(made, words=("data=synthetic", "data.vocab_size=320"))
     with pytest.raises(UserError, match=r"of a run on other data \(corpus hash abab"):
         check_against_disk(plan)
+    (made / "corpus.json").write_text('{"source": "Py')
+    with pytest.raises(UserError, match=r"bf16-seed0/corpus\.json is no JSON .*: restore it, or leave the run out"):
+        check_against_disk(plan)
+    with (made / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 201}\n')
+    with pytest.raises(UserError, match=r"bf16-seed0/metrics\.jsonl, line 201 has no loss: delete the line"):
+        check_against_disk(plan)
 
 
 # what is left to do
