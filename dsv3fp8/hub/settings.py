@@ -247,6 +247,13 @@ def parse(data: Mapping[str, Any], path: str = FILE) -> Published:
         raise UserError(
             f"{path}: model_type={data.get('model_type')}: this is another architecture; there are {', '.join(ARCHITECTURES)}"
         )
+    # transformers builds the class that is named here: a file may leave it out, but not name another alone.
+    given, wanted = data.get("architectures"), ARCHITECTURES[data["model_type"]]
+    if given is not None and not (isinstance(given, list) and wanted in given):
+        raise UserError(
+            f"{path}: architectures={json.dumps(given)}: model_type={data['model_type']} is read as {wanted}; get the files of "
+            "that class, or correct the key if the weights are of it"
+        )
     known = [each.name for each in fields(Published)]
     unknown = sorted(data.keys() - set(known) - IGNORED)
     if unknown:

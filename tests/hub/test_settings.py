@@ -105,6 +105,13 @@ def test_more_experts_a_token_than_the_kept_groups_hold_is_said_in_their_names()
         ({"index_topk": 2048, "index_n_heads": 64}, "index_n_heads, index_topk: keys that neither DeepSeek-V2 nor V3 has"),
         ({"hiden_size": 256}, "hiden_size: key that neither DeepSeek-V2 nor V3 has; did you mean hidden_size?"),
         ({"model_type": "llama"}, "model_type=llama: this is another architecture; there are deepseek_v3, deepseek_v2"),
+        (
+            {"architectures": ["DeepseekV3ForSequenceClassification"]},
+            'architectures=["DeepseekV3ForSequenceClassification"]: model_type=deepseek_v3 is read as DeepseekV3ForCausalLM',
+        ),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, 'architectures=["DeepseekV2ForCausalLM"]: model_type=deepseek_v3'),
+        ({"architectures": []}, "architectures=[]: model_type=deepseek_v3 is read as DeepseekV3ForCausalLM"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, 'architectures="DeepseekV3ForCausalLM": model_type=deepseek_v3'),
         ({"hidden_act": "gelu"}, "hidden_act=gelu: this model has silu alone"),
         ({"attention_bias": True}, "attention_bias=True: this model has False alone"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2: this model has 1 alone"),
