@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def import_directory(source: Path, words: list[str]) -> None:
     print("moments, amax histories and the position in the data begin anew")
     for note in notes:
         print(note)
-    print(f"train it with: dsv3fp8 train config={run_dir / 'config.yaml'}")
+    command = ["dsv3fp8", "train", f"config={run_dir / 'config.yaml'}"]
+    print(f"train it with: {shlex.join(command)}")
 
 
 class RunTensors:

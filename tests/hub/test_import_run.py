@@ -5,6 +5,7 @@ import logging
 import pickle
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from dsv3fp8.config import load_saved
+from dsv3fp8.config import load_config, load_saved
 from dsv3fp8.data.bpe import train_bpe
 from dsv3fp8.errors import UserError
 from dsv3fp8.hub.export_run import main as export_main
@@ -174,6 +175,19 @@ def test_moments_and_data_begin_anew_and_the_command_says_so(
     assert f"dsv3fp8 train config={tmp_path}/imported/config.yaml" in text
     origin = json.loads((tmp_path / "imported" / "imported.json").read_text())
     assert origin == {"from": str(source), "config": json.loads((source / "config.json").read_text())}
+
+
+def test_the_command_that_import_prints_can_be_pasted(
+    exported: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into a shell, whatever signs the directory has."""
+    run_dir = tmp_path / "my run's; $HOME"
+    assert main([str(exported()), f'run_dir="{run_dir}"', *DATA]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("train it with: ")
+    printed = subprocess.run(["/bin/sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+    first, second, config = printed.stdout.splitlines()
+    assert (first, second) == ("dsv3fp8", "train")
+    assert load_config([config]) == read_saved(str(run_dir)).config
 
 
 def test_the_tokenizer_comes_along(exported: Exported, tmp_path: Path) -> None:
