@@ -31,6 +31,8 @@ FREE_KEYS = {
 FREE_GROUPS = {"logging"}
 
 ABSENT = "(absent)"
+ELSEWHERE = "choose another run_dir= or set resume=fork to go on from there with the new ones"
+"""What `train` takes in place of the old settings or files."""
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -58,22 +60,24 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def refuse_changes(run_dir: str, step: int, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise UserError naming every changed key with its old and new value, if there is one."""
+def refuse_changes(run_dir: str, step: int, changed: Mapping[str, tuple[Any, Any]], remedy: str = ELSEWHERE) -> None:
+    """Raise UserError naming every changed key with its old and new value, if there is one.
+
+    remedy: what else the command takes than the old settings.
+    """
     if changed:
         listed = ", ".join(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in changed.items())
         raise UserError(
-            f"run_dir={run_dir} holds step {step} of a run with other settings ({listed}): give the old ones, choose "
-            "another run_dir= or set resume=fork to go on from there with the new ones"
+            f"run_dir={run_dir} holds step {step} of a run with other settings ({listed}): give the old ones, {remedy}"
         )
 
 
-def refuse_other_corpus(run_dir: str, step: int, saved: str | None, current: str | None) -> None:
-    """Raise UserError if the files behind unchanged data settings are others than they were."""
+def refuse_other_corpus(run_dir: str, step: int, saved: str | None, current: str | None, remedy: str = ELSEWHERE) -> None:
+    """Raise UserError if the files behind unchanged data settings are others than they were. remedy: as above."""
     if saved != current:
         raise UserError(
             f"run_dir={run_dir} holds step {step} of a run on other data (corpus hash {saved} → {current}; its files "
-            "are listed in corpus.json): restore the files, choose another run_dir= or set resume=fork"
+            f"are listed in corpus.json): restore the files, {remedy}"
         )
 
 

@@ -12,7 +12,7 @@ from dsv3fp8.config import GROUPS
 from dsv3fp8.data import open_corpus
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.group import log_group
-from dsv3fp8.observe.compare.plan import CompareConfig, Plan, check_against_disk, make_plan
+from dsv3fp8.observe.compare.plan import CompareConfig, Plan, check_against_disk, has_ended, make_plan
 from dsv3fp8.observe.compare.pool import places_for, run_all
 from dsv3fp8.observe.compare.report import NAMES, write_report
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
         _say(f"{len(plan.runs)} runs of {plan.runs[0].config.training.steps:,} steps, {len(places)} at a time, below {out}")
         failed, stopped = run_all(plan.runs, places, config.keep_checkpoints, _say)
         if stopped is not None:
-            _say(f"{stopped.name}: every run has saved; the same command goes on from there")
+            left = sum(not has_ended(run) for run in plan.runs)
+            state = f"{left} of {len(plan.runs)} runs have not ended; the same command goes on from their checkpoints"
+            _say(f"{stopped.name}: {state if left else 'every run has ended; the same command writes the report'}")
             return 128 + stopped
         _report_on_plan(plan, out)
     return 1 if failed else 0
@@ -79,7 +81,8 @@ def report(arguments: list[str]) -> int:
         if equals and key in own:
             pairs[key] = text
         elif equals and not Path(argument).expanduser().exists():
-            raise UserError(f"{key}: no such key; {suggest(key, own) or 'there are ' + ', '.join(own)}, and run directories")
+            known = f"there are {', '.join(own)}, and run directories"
+            raise UserError(f"{key}: no such key; {suggest(key, own) or known}")
         else:
             paths.append(Path(argument).expanduser())
     if not paths:
@@ -105,7 +108,8 @@ def parse(arguments: Sequence[str]) -> tuple[CompareConfig, list[str]]:
         if key in own:
             pairs[key] = text
         elif "." not in key and key not in (*GROUPS, "config", "run_dir", "resume"):
-            raise UserError(f"{key}: no such key; {suggest(key, own) or 'there are ' + ', '.join(own)}, and those of `train`")
+            known = f"there are {', '.join(own)}, and those of `train`"
+            raise UserError(f"{key}: no such key; {suggest(key, own) or known}")
         else:
             rest.append(argument)
     if "recipes" not in pairs:

@@ -21,6 +21,8 @@ from dsv3fp8.training.run_directory import RunDirectory
 DEFAULTS = ("logging.progress=plain", "logging.plot=false", "training.keep=1")
 # Given by the comparison itself, with the key to use instead.
 TAKEN = {"recipe": "recipes=A,B", "run_dir": "out=DIR", "resume": "another out=DIR"}
+# What the command takes in place of the old settings or files of its runs.
+ELSEWHERE = "or another out=DIR"
 
 
 @dataclass
@@ -104,7 +106,8 @@ def make_plan(config: CompareConfig, words: Sequence[str]) -> Plan:
     for name, entry in zip(names, entries, strict=True):
         same = [other for other, other_name in zip(entries, names, strict=True) if other_name == name]
         if len(same) > 1:
-            raise UserError(f"recipes={config.recipes}: {' and '.join(same)} are the same recipe; leave {entry} out")
+            alike = f"{' and '.join(same)} are the same recipe; leave {entry} out"
+            raise UserError(f"recipes={config.recipes}: {f'give {entry} once' if len(set(same)) == 1 else alike}")
     baseline = choose_baseline(names, config.baseline)
     runs = []
     for name, entry in sorted(zip(names, entries, strict=True), key=lambda pair: pair[0] != baseline):
@@ -142,11 +145,12 @@ def check_against_disk(plan: Plan) -> None:
         if not saved.config.is_file():
             continue
         step = last_step(run)
-        refuse_changes(run.config.run_dir, step, changed_keys(load_saved(saved.config).to_dict(), run.config.to_dict()))
+        changed = changed_keys(load_saved(saved.config).to_dict(), run.config.to_dict())
+        refuse_changes(run.config.run_dir, step, changed, ELSEWHERE)
         description = saved.path / "corpus.json"
         if description.is_file():
             corpus = corpus or open_corpus(run.config.data).describe()["sha256"]
-            refuse_other_corpus(run.config.run_dir, step, read_corpus(description)["sha256"], corpus)
+            refuse_other_corpus(run.config.run_dir, step, read_corpus(description)["sha256"], corpus, ELSEWHERE)
 
 
 def last_step(run: PlannedRun) -> int:

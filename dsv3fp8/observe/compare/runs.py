@@ -86,7 +86,7 @@ def gave_up(records: Sequence[Mapping[str, Any]], max_skipped: int) -> bool:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Run directories among `paths`, and directly below those that are none. UserError for a path without any."""
+    """Run directories among `paths`, and directly below those that are none. UserError for a path without any, or one twice."""
     found: list[Path] = []
     for path in paths:
         if _is_run(path):
@@ -96,7 +96,12 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not below:
             raise UserError(f"{path}: no run directory and none directly below it (one has config.yaml and metrics.jsonl)")
         found += below
-    return list(dict.fromkeys(path.absolute() for path in found))
+    given: set[Path] = set()
+    for path in found:
+        if path.resolve() in given:
+            raise UserError(f"{path} is given twice: give each run once, by itself or by the directory that it is in")
+        given.add(path.resolve())
+    return [path.absolute() for path in found]
 
 
 def _is_run(path: Path) -> bool:

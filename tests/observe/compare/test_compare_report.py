@@ -154,6 +154,7 @@ def test_a_record_without_what_training_logs_is_named_with_its_line(tmp_path: Pa
         ([], "give run directories"),
         (["nowhere"], "nowhere: no run directory and none directly below it"),
         (["ou=x"], "ou: no such key; did you mean out?"),
+        (["nonsense=3"], "nonsense: no such key; there are out, baseline, window, wandb, project, group, and run directories"),
         (["{runs}", "baseline=hybrid"], "baseline=hybrid: no run has that recipe; there are bf16, dsv3, tensorwise"),
         (["{runs}", "window=1000"], "window=1000: give the steps to smooth over, from 1 to the 200 of the runs"),
         (["{runs}", "wandb=maybe"], "wandb=maybe: expected one of"),
@@ -168,8 +169,17 @@ def test_a_report_that_cannot_be_made_is_one_line(
     assert said in " ".join(line.split())
 
 
+@pytest.mark.parametrize("words", [["report", "windw=3"], ["recipes=bf16", "windw=3"]])
+def test_the_key_that_was_meant_is_all_that_is_proposed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", *words]) == 2
+    assert capsys.readouterr().err.strip().endswith("windw: no such key; did you mean window?")
+
+
 def test_run_directories_are_found_in_a_directory_of_them(runs: Path) -> None:
-    assert find_runs([runs, runs / "bf16-seed0"]) == sorted(path for path in runs.iterdir())
+    assert find_runs([runs]) == sorted(path for path in runs.iterdir())
+    for paths in ([runs, runs / "bf16-seed0"], [runs / "bf16-seed0", runs / ".." / runs.name / "bf16-seed0"]):
+        with pytest.raises(UserError, match="bf16-seed0 is given twice: give each run once"):
+            find_runs(paths)
 
 
 # what is written

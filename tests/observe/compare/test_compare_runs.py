@@ -19,7 +19,7 @@ from made_up import SMALL, make_run, settings
 from dsv3fp8 import cli
 from dsv3fp8.config import load_config
 from dsv3fp8.errors import UserError
-from dsv3fp8.observe.compare import pool
+from dsv3fp8.observe.compare import command, pool
 from dsv3fp8.observe.compare.command import parse
 from dsv3fp8.observe.compare.plan import Plan, PlannedRun, check_against_disk, has_ended, make_plan
 from dsv3fp8.observe.compare.pool import places_for, run_all
@@ -83,7 +83,7 @@ def test_the_baseline_may_have_more_seeds() -> None:
     ("words", "said"),
     [
         (["recipes=bf16,dsv4"], "recipe=dsv4: no such recipe"),
-        (["recipes=bf16,bf16"], "recipes=bf16,bf16: bf16 and bf16 are the same recipe"),
+        (["recipes=bf16,bf16"], "recipes=bf16,bf16: give bf16 once"),
         (["recipes=dsv3,dsv3:promote_every=128"], "dsv3 and dsv3:promote_every=128 are the same recipe"),
         (["recipes=dsv3:hopper"], "recipes=dsv3:hopper: behind a colon comes key=value"),
         (["recipes=dsv3:promotion=3"], "recipe.promotion: no such key"),
@@ -132,11 +132,14 @@ def test_runs_that_are_there_with_other_settings_or_data_are_refused(tmp_path: P
         "recipes=bf16", "seeds=1", f"out={tmp_path}", *words, "data=synthetic", "data.vocab_size=320", "training.steps=200"
     )
     made = make_run(tmp_path / "bf16-seed0", words=("data=synthetic", "data.vocab_size=320", "optimizer.lr=0.5"))
-    with pytest.raises(UserError, match=r"holds step 200 of a run with other settings \(optimizer.lr 0.5 → 0.001"):
+    with pytest.raises(UserError, match=r"holds step 200 of a run with other settings \(optimizer.lr 0.5 → 0.001") as caught:
         check_against_disk(plan)
+    assert str(caught.value).endswith("): give the old ones, or another out=DIR")
     shutil.rmtree(made)
     make_run(made, words=("data=synthetic", "data.vocab_size=320"))
-    with pytest.raises(UserError, match=r"of a run on other data \(corpus hash abab"):
+    with pytest.raises(
+        UserError, match=r"of a run on other data \(corpus hash abab.*\): restore the files, or another out=DIR$"
+    ):
         check_against_disk(plan)
     (made / "corpus.json").write_text('{"source": "Py')
     with pytest.raises(UserError, match=r"bf16-seed0/corpus\.json is no JSON .*: restore it, or leave the run out"):
@@ -226,6 +229,25 @@ def test_one_run_a_gpu_and_a_failing_one_stops_no_other(tmp_path: Path, monkeypa
     run_all(runs[:1] + runs[2:], [{"CUDA_VISIBLE_DEVICES": "A"}], False, said.append)
     assert shell.started == []
     assert said[-1] == "4 of 4 runs are there already"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (59, "SIGINT: 1 of 1 runs have not ended; the same command goes on from their checkpoints"),
+        (60, "SIGINT: every run has ended; the same command writes the report"),
+    ],
+)
+def test_a_signal_says_what_is_left(
+    steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(runs: list[PlannedRun], *_: Any) -> tuple[list[PlannedRun], signal.Signals]:
+        make_run(runs[0].directory, steps=60, stop=steps)
+        return [], signal.SIGINT
+
+    monkeypatch.setattr(command, "run_all", stopped)
+    assert cli.main(["compare", "recipes=bf16", "seeds=1", f"out={tmp_path}", *WORDS]) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 # the whole of it
