@@ -13,8 +13,6 @@ from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.recipe import Recipe
 from dsv3fp8.training.checkpoint_file import Layout
 
-FORMATS = ("bf16", "fp8", "fp32")
-
 
 class Weights:
     """Published tensors of a model's tensors {name: fp32}.
