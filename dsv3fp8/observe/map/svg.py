@@ -45,13 +45,6 @@ def render(drawing: Drawing, tooltips: bool = True) -> str:
     return "\n".join((*parts, "</svg>\n"))
 
 
-def all_texts(drawing: Drawing) -> list[Text]:
-    """Every text of the drawing with its place."""
-    texts = [text for cell in drawing.placed.values() for text in label(drawing, cell, False)[0] if text.text]
-    tags = [tag.text for cell in drawing.placed.values() for tag in label(drawing, cell, False)[1]]
-    return [*head(drawing), *notes(drawing), *legend_texts(drawing), *texts, *tags]
-
-
 def title(drawing: Drawing) -> str:
     seen = drawing.observed
     kind = "MoE" if seen.layer == "moe" else "dense"

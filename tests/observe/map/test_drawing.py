@@ -10,10 +10,10 @@ from matplotlib.ft2font import FT2Font
 from observed_block import drawing, observed, records_of
 
 from dsv3fp8.observe.map.geometry import Drawing, Path, Placed, arrange
-from dsv3fp8.observe.map.labels import label
+from dsv3fp8.observe.map.labels import Text, label
 from dsv3fp8.observe.map.layout import Box
 from dsv3fp8.observe.map.observed import Observed
-from dsv3fp8.observe.map.svg import all_texts, render
+from dsv3fp8.observe.map.svg import head, legend_texts, notes, render
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dsv3": {"name": "dsv3"},
@@ -40,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def draw(variant: str) -> Drawing:
     given = dict(VARIANTS[variant])
     return drawing(given.pop("name"), *given.pop("overrides", ()), **given)
+
+
+def all_texts(drawn: Drawing) -> list[Text]:
+    """Every text of the drawing with its place."""
+    labels = [label(drawn, cell, False) for cell in drawn.placed.values()]
+    inside = [text for texts, tags in labels for text in (*texts, *(tag.text for tag in tags)) if text.text]
+    return [*head(drawn), *notes(drawn), *legend_texts(drawn), *inside]
 
 
 def measured(text: str, size: float, bold: bool) -> float:
