@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -33,26 +32,6 @@ class ParallelConfig:
         if problems:
             raise UserError("; ".join(problems))
 
-    def check(self, ranks: int, model: ModelConfig) -> None:
-        """Raise UserError where so many ranks, or this model's experts, cannot be laid out so."""
-        problems = []
-        if self.ranks != ranks:
-            whole, rest = divmod(ranks, self.dp_replicate)
-            remedy = f"parallel.dp_shard={whole}" if not rest else f"parallel.dp_replicate=1 parallel.dp_shard={ranks}"
-            problems.append(
-                f"parallel.dp_replicate={self.dp_replicate} times parallel.dp_shard={self.dp_shard} make {self.ranks} GPUs, "
-                f"not {ranks}: set {remedy}, or start {self.ranks}"
-            )
-        if self.expert > 1 and not model.has_experts:
-            problems.append(f"parallel.expert={self.expert}: model={model.name} has no routed experts; set it to 1")
-        elif model.experts % self.expert and model.has_experts:
-            problems.append(
-                f"parallel.expert={self.expert} does not divide model.experts={model.experts}: "
-                f"set it to {_nearest_divisor(model.experts, self.expert)}"
-            )
-        if problems:
-            raise UserError("; ".join(problems))
-
     @property
     def ranks(self) -> int:
         """GPUs in all, each with tokens of its own."""
@@ -75,10 +54,10 @@ class ParallelConfig:
                 f"parallel.dp_shard make: lower it to {self.ranks} or raise parallel.dp_shard"
             ]
         if self.ranks % self.expert:
-            fits = _nearest_divisor(self.ranks, self.expert)
+            fits = nearest_divisor(self.ranks, self.expert)
             return [f"parallel.expert={self.expert} does not divide {self.ranks} GPUs: set it to {fits}"]
         if self.dp_shard % self.expert and self.expert % self.dp_shard:
-            fits = _nearest_divisor(self.dp_shard, self.expert)
+            fits = nearest_divisor(self.dp_shard, self.expert)
             return [
                 f"parallel.expert={self.expert} neither divides parallel.dp_shard={self.dp_shard} nor is a multiple of it: "
                 f"set it to {fits}"
@@ -86,6 +65,6 @@ class ParallelConfig:
         return []
 
 
-def _nearest_divisor(whole: int, wanted: int) -> int:
+def nearest_divisor(whole: int, wanted: int) -> int:
     """The largest divisor of `whole` that is not above `wanted`."""
     return next(n for n in range(min(whole, wanted), 0, -1) if whole % n == 0)

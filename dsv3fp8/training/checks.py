@@ -6,10 +6,9 @@ import torch
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data.tokenizer import Tokenizer
-from dsv3fp8.errors import UserError
 from dsv3fp8.kernels import te
 from dsv3fp8.model.config import ModelConfig
-from dsv3fp8.parallel.experts import reason_against
+from dsv3fp8.parallel.checks import layout_problems
 from dsv3fp8.parallel.ranks import local_rank, rank_count
 from dsv3fp8.training.config import DEVICES, raise_problems
 from dsv3fp8.training.graph import reasons_to_launch
@@ -21,7 +20,7 @@ VOCABULARY_MULTIPLE = 64
 def validate_run(config: RunConfig) -> None:
     """Raise UserError with every setting that does not fit another one or this machine. Looks at no file."""
     training = config.training
-    problems = parallel_problems(config) + context_problems(config)
+    problems = layout_problems(config.parallel, rank_count(), config.model, config.recipe) + context_problems(config)
     problems += device_problems("training.device", training.device)
     if config.recipe.linears == "te" and not problems:
         against = te.reason_against(select_device(training.device))
@@ -45,31 +44,6 @@ def context_problems(config: RunConfig) -> list[str]:
             f"training.context={training.context} leaves nothing to predict at model.mtp_depth={model.mtp_depth}: raise it"
         )
     return problems
-
-
-def parallel_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the layout over the processes that were started."""
-    parallel, count = config.parallel, rank_count()
-    if parallel.ranks != count:
-        if count == 1:
-            remedy = f"start it with torchrun --nproc-per-node={parallel.ranks}"
-        elif parallel.dp_shard == 1:
-            remedy = f"set it to {count}"
-        elif count % parallel.dp_shard:
-            remedy = f"set parallel.dp_replicate=1 parallel.dp_shard={count}"
-        else:
-            remedy = f"set parallel.dp_replicate={count // parallel.dp_shard}"
-        sizes = f"parallel.dp_replicate={parallel.dp_replicate}"
-        sizes += f" parallel.dp_shard={parallel.dp_shard}" if parallel.dp_shard > 1 else ""
-        return [f"{sizes} with {count} processes: {remedy}"]
-    try:
-        parallel.check(count, config.model)
-    except UserError as error:
-        return [str(error)]
-    if parallel.dp_shard > 1 and config.recipe.linears == "te":
-        return [f"parallel.dp_shard={parallel.dp_shard}: Transformer Engine's linears read whole weights; set it to 1"]
-    against = reason_against(config.recipe) if parallel.expert > 1 else None
-    return [f"parallel.expert={parallel.expert}: {against}; set it to 1"] if against else []
 
 
 def fit_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -1,7 +1,6 @@
 """Layouts over GPUs: what each size comes to, and which cannot work."""
 
 import pytest
-from support import nano
 
 from dsv3fp8.errors import UserError
 from dsv3fp8.parallel.config import ParallelConfig
@@ -43,28 +42,3 @@ def test_sizes_that_do_not_fit_each_other(sizes: tuple[int, int, int], said: str
     with pytest.raises(UserError) as error:
         ParallelConfig(*sizes).validate()
     assert str(error.value).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "said"),
-    [
-        (
-            (2, 4, 1),
-            16,
-            "parallel.dp_replicate=2 times parallel.dp_shard=4 make 8 GPUs, not 16: set parallel.dp_shard=8, or start 8",
-        ),
-        ((2, 4, 1), 9, "make 8 GPUs, not 9: set parallel.dp_replicate=1 parallel.dp_shard=9, or start 8"),
-        ((1, 8, 8), 8, "parallel.expert=8 does not divide model.experts=4: set it to 4"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_gpus_or_the_model(sizes: tuple[int, int, int], ranks: int, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        ParallelConfig(*sizes).check(ranks, nano())
-    assert said in str(error.value)
-
-
-def test_a_model_without_experts_has_none_to_deal_out() -> None:
-    dense = nano(dense_layers=2)
-    ParallelConfig(1, 2, 1).check(2, dense)
-    with pytest.raises(UserError, match=r"parallel.expert=2: model=nano has no routed experts; set it to 1"):
-        ParallelConfig(1, 2, 2).check(2, dense)

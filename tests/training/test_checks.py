@@ -81,14 +81,14 @@ def test_a_context_too_short_for_every_mtp_depth_is_refused(nano: Any) -> None:
 
 
 def test_as_many_processes_as_the_layout_asks_for(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"parallel.dp_replicate=2 with 1 processes: start it with torchrun --nproc-per-node=2"):
+    with pytest.raises(UserError, match=r"dp_replicate=2 .* make 2 ranks, not 1: .* or start 2 with torchrun"):
         validate_run(nano("parallel.dp_replicate=2"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"parallel.dp_replicate=1 with 2 processes: set it to 2"):
+    with pytest.raises(UserError, match=r"make 1 ranks, not 2: set parallel.dp_replicate=2, or start 1"):
         validate_run(nano())
-    with pytest.raises(UserError, match=r"dp_replicate=2 parallel.dp_shard=2 with 2 processes: set parallel.dp_replicate=1"):
+    with pytest.raises(UserError, match=r"make 4 ranks, not 2: set parallel.dp_replicate=1, or start 4"):
         validate_run(nano("parallel.dp_replicate=2", "parallel.dp_shard=2"))
-    with pytest.raises(UserError, match=r"dp_shard=4 with 2 processes: set parallel.dp_replicate=1 parallel.dp_shard=2"):
+    with pytest.raises(UserError, match=r"make 4 ranks, not 2: set parallel.dp_replicate=1 parallel.dp_shard=2"):
         validate_run(nano("parallel.dp_shard=4"))
     with pytest.raises(UserError, match=r"parallel.dp_shard=2: Transformer Engine's linears read whole weights; set it to 1"):
         validate_run(nano("parallel.dp_shard=2", "recipe=te_blockwise"))

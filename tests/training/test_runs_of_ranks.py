@@ -106,7 +106,7 @@ def slow_third_step(index: int) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["parallel.dp_replicate=3"], "parallel.dp_replicate=3 with 2 processes: set it to 2"),
+        (["parallel.dp_replicate=3"], "make 3 ranks, not 2: set parallel.dp_replicate=2"),
         (["run_dir=/proc/nowhere"], "run_dir=/proc/nowhere cannot be written"),
         (["training.context=2000"], "training.context=2000 is longer than model.context"),
     ],

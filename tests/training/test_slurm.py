@@ -129,7 +129,7 @@ def test_a_job_that_cannot_work_ends_with_its_line_and_stays_out_of_the_queue(cl
     job = cluster.submit(*data_words, "parallel.dp_replicate=3", f"run_dir={cluster.folder}/run")
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 1
-    assert output.count("dsv3fp8: error: parallel.dp_replicate=3 with 2 processes: set it to 2") == 1
+    assert output.count("make 3 ranks, not 2: set parallel.dp_replicate=2") == 1
     assert "requeue" not in cluster.calls.read_text()
 
 

@@ -9,24 +9,18 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.observe.plan.config import PlanConfig
 from dsv3fp8.observe.plan.memory import Memory, Planned
 from dsv3fp8.observe.plan.stash import largest_imbalance
+from dsv3fp8.parallel.checks import layout_problems
+from dsv3fp8.training.checks import context_problems
 from dsv3fp8.training.config import raise_problems
 
 
 def check_layout(config: PlanConfig, settings: RunConfig) -> None:
     """What no GPU is needed to see."""
-    problems = []
-    parallel, training = config.parallel, settings.training
+    parallel = config.parallel
     ranks = parallel.ranks if config.gpus is None else config.gpus
-    try:
-        parallel.check(ranks, settings.model)
-    except UserError as error:
-        problems.append(str(error))
+    problems = layout_problems(parallel, ranks, settings.model, settings.recipe) + context_problems(settings)
     if settings.recipe.linears == "te":
         problems.append(f"recipe={settings.recipe.name}: what Transformer Engine keeps is not known; plan recipe=dsv3")
-    if training.context > settings.model.context:
-        problems.append(
-            f"training.context={training.context} exceeds model.context={settings.model.context}: lower it or raise the latter"
-        )
     if ranks > config.node and ranks % config.node:
         problems.append(f"gpus={ranks} do not fill nodes of node={config.node} GPUs: take {_whole_nodes(ranks, config.node)}")
     most = largest_imbalance(settings.model, parallel)

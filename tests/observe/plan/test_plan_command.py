@@ -74,11 +74,13 @@ def test_what_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus=4"], "parallel.dp_replicate=1 times parallel.dp_shard=1 make 1 GPUs, not 4: set parallel.dp_shard=4"),
+        (["gpus=4"], "make 1 ranks, not 4: set parallel.dp_replicate=4"),
         (["parallel.dp_shard=4", "parallel.expert=8"], "parallel.expert=8 exceeds the 4 GPUs"),
         (["parallel.dp_shard=3", "parallel.expert=3"], "parallel.expert=3 does not divide model.experts=8: set it to 2"),
         (["parallel.dp_shard=12"], "gpus=12 do not fill nodes of node=8 GPUs: take 8 or 16"),
-        (["training.context=4096"], "training.context=4096 exceeds model.context=1024"),
+        (["training.context=4096"], "training.context=4096 is longer than model.context=1024"),
+        (["training.context=1"], "training.context=1 leaves nothing to predict at model.mtp_depth=1"),
+        (["parallel.dp_replicate=2", "parallel.expert=2", "recipe=tensorwise"], "parallel.expert=2: recipe=tensorwise keeps"),
         (["memory=0.1"], "memory=0.1 GB of a GPU is less than the "),
         (["memory=0.1"], "set recipe.recompute=norms_and_up, or lower training.batch=8"),
         (["recipe=te_blockwise"], "recipe=te_blockwise: what Transformer Engine keeps is not known"),
