@@ -53,6 +53,8 @@ class Job:
 
 def multirun(arguments: Sequence[str]) -> int:
     """Start all jobs and wait for them; 0 if every run is done, else 1. UserError for what no run could start with."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("-m starts its runs itself, each in one process: leave out torchrun, or train one run with it")
     own = [word for word in arguments if word.startswith(("hydra/launcher=", "hydra.launcher."))]
     words = [word for word in arguments if word not in (*WORDS, *own)]
     base, jobs = expand(words)

@@ -92,6 +92,12 @@ def test_what_no_run_could_start_with_is_one_line_before_any_starts(
     assert not (tmp_path / "sweep").exists()
 
 
+def test_under_torchrun_there_is_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"^-m starts its runs itself, each in one process: leave out torchrun"):
+        multirun.multirun(["-m", "recipe=bf16,dsv3"])
+
+
 def test_a_launcher_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
     code = "import sys; sys.modules['hydra_plugins'] = None; from dsv3fp8.cli import main; sys.exit(main(sys.argv[1:]))"
     words = ["train", "-m", "recipe=bf16,dsv3", "hydra/launcher=submitit_slurm", f"run_dir={tmp_path}/sweep"]
