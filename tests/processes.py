@@ -131,7 +131,7 @@ class Command:
 
     def said(self) -> list[str]:
         """The errors of all ranks, tracebacks and what threads of C++ say at their end among them."""
-        words = re.compile(r"dsv3fp8: error:|Traceback|terminate|Fatal Python")
+        words = re.compile(r"dsv3fp8: error:|Traceback|terminate|Fatal Python|.*No backend of type")
         lines = [line for rank in range(len(self._files)) for line in self.output(rank).splitlines()]
         return [line for line in lines if words.match(line)]
 

@@ -165,7 +165,9 @@ def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Rank
     start, beside = _meet(index, count)
     first = index - local_rank()
     with _watched(Watch(beside, index, count, range(first, first + _ranks_of_this_host(count)), _leave), index):
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+        # "cpu:gloo" would leave the group without a default backend where another module has registered one with torch, as
+        # torch's own fake one is, and torch warns of that when the group ends.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = PrefixStore(start, place)
         dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=PATIENCE)
         if device.type == "cuda":
