@@ -274,12 +274,12 @@ def _help() -> str:
 def _fail(message: str, status: int) -> int:
     """One line, also where many ranks fail."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if alone or _speaks():
+    if alone or _speaks(message if status == USER_ERROR else None):
         print(error_line(message), end="", file=sys.stderr)
     return status
 
 
-def _speaks() -> bool:
+def _speaks(once: str | None) -> bool:
     from dsv3fp8.parallel.ranks import speaks
 
-    return speaks()
+    return speaks(once)

@@ -7,6 +7,7 @@ of a GPU by NCCL, in the same groups: what the hosts agree on (counts of targets
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ FAILED = 1  # exit status
 # Of what has to be the same on all ranks.
 VERSIONS = {"dsv3fp8": __version__, "torch": str(torch.__version__)}
 ABSENT = "(absent)"
+WHO = r"^rank \d+ on \S+ "  # begins a line about one rank of several that may say the same
 
 _met: tuple[str, Store] | None = None  # the name of this start and its place in the store, once this process has met the others
 
@@ -240,8 +242,11 @@ def _with_shards(ranks: Ranks, device: str, shard: int) -> Ranks:
     return replace(ranks, expert_mesh=whole, expert_shard_mesh=cut)
 
 
-def speaks() -> bool:
-    """Whether this rank, which ends, is to say why the run fails: the first of all that asks. The others learn that it ends."""
+def speaks(once: str | None = None) -> bool:
+    """Whether this rank, which ends, is to say why the run fails: the first of all that asks. The others learn that it ends.
+
+    once: a line that is said no second time, where torchrun starts all again and they fail alike, whichever rank is the first.
+    """
     if rank_count() == 1:
         return True
     index = int(os.environ.get("RANK", "0"))
@@ -250,7 +255,10 @@ def speaks() -> bool:
     try:
         _, store = _meet(index, rank_count())
         note_down(store, stopped(index, os.getpid()))
-        return store.add("failed", 1) == 1
+        if store.add("failed", 1) != 1:
+            return False
+        said = once and f"said: {re.sub(WHO, '', once)}"
+        return said is None or store.underlying_store.add(said, 1) == 1  # type: ignore[attr-defined]
     except (LostRank, RuntimeError, ValueError, KeyError):
         return True  # the place went down with the rank that kept it
 

@@ -39,6 +39,14 @@ def test_two_ranks_train_the_curve_of_one(
     close(curve(tmp_path / "two"), curve(one.run_dir))
 
 
+def test_what_is_for_the_user_to_put_right_is_said_once_over_all_starts(data_words: list[str], tmp_path: Path) -> None:
+    run = TorchRun([*data_words, "optimizer.learning=1", f"run_dir={tmp_path}/run"], "--max-restarts=2")
+    _, errors = run.finish()
+    assert run.process.returncode == 1  # torchrun's, whatever the ranks ended with
+    (line,) = errors
+    assert "optimizer.learning: no such key" in line
+
+
 def test_kill_9_at_random_moments_leaves_the_curve_of_an_undisturbed_run(
     data_words: list[str], tmp_path: Path, curve: Any
 ) -> None:
