@@ -1,6 +1,7 @@
 """A checkpoint on disk, read by as many ranks as there are now, whoever wrote it.
 
-``index.json`` says what is in it: the tensors with dtype and shape, the files with size and checksum, and the run's state.
+``index.json`` says what is in it: the tensors with dtype and shape, the files with size and checksum, and the run's state; a
+checksum of its own covers them.
 ``00000.safetensors`` and on hold what each rank wrote; their headers say which part of a tensor that is, in the words that
 PyTorch's own reader of such files (``torch.distributed.checkpoint.HuggingFaceStorageReader``) knows. DCP's planner decides
 which parts a rank reads. JSON and bytes are all there is: nothing that is read can run.
@@ -30,21 +31,27 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint_directory import list_checkpoints
+from dsv3fp8.training.checkpoint_directory import list_checkpoints, step_of
 from dsv3fp8.training.checkpoint_file import DTYPES, SUFFIX, Entry, bytes_of, read_header, read_tensor
 from dsv3fp8.training.run_directory import RunDirectory
 
 INDEX = "index.json"
-FORMAT = "dsv3fp8 checkpoint 1"
+FORMAT = "dsv3fp8 checkpoint 2"
 # Texts in a file's header. The first is PyTorch's, with its key for where in the whole tensor a part begins.
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 CHECKSUMS, RANDOM = "crc32", "random"
+CHECKSUM = "crc32"  # of the index, in it
 READERS = 4  # threads of a rank
 
 
 def file_name(rank: int) -> str:
     """The file that a rank writes."""
     return f"{rank:05d}{SUFFIX}"
+
+
+def index_checksum(index: Mapping[str, Any]) -> int:
+    """CRC-32 of an index: of its JSON, as Python writes it, without the checksum itself."""
+    return zlib.crc32(json.dumps({key: value for key, value in index.items() if key != CHECKSUM}).encode())
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,25 @@ class Checkpoint:
             index = json.loads((path / INDEX).read_bytes())
             if index["format"] != FORMAT:
                 raise ValueError(f"its format is {index['format']}, not {FORMAT}")
+            if index[CHECKSUM] != index_checksum(index):
+                raise ValueError("its content is not the one that was written")
             self.state: dict[str, Any] = index["state"]
             self._files = {str(name): (int(size), int(crc)) for name, (size, crc) in index["files"].items()}
             self.tensors = {
                 str(name): (DTYPES[dtype], tuple(map(int, shape))) for name, (dtype, shape) in index["tensors"].items()
             }
+            step = step_of(path)
+            if step is not None and self.state["step"] != step:
+                raise ValueError(f"it is of step {self.state['step']}")
+
+    def require(self, *names: str) -> None:
+        """Raise UserError unless the state has all these."""
+        missing = set(names) - self.state.keys()
+        if missing:
+            raise UserError(
+                f"checkpoint {self.path} lacks {', '.join(sorted(missing))}: it is of another version; train anew in another "
+                "run_dir"
+            )
 
     def random_states(self, rank: int) -> dict[str, Any] | None:
         """What this rank saved of its generators; None if there was no such rank."""
@@ -165,17 +186,22 @@ class Checkpoint:
             yield
         except FileNotFoundError:
             raise UserError(
-                f"checkpoint {self.path} has no file {file}: it is not whole, or of another version; delete that directory to "
-                "go back to the checkpoint before it"
+                f"checkpoint {self.path} has no file {file}: it is not whole, or of another version; {self._remedy()}"
             ) from None
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             if "allocate memory" in str(error):
                 raise  # nothing is wrong with the file
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise UserError(
-                f"checkpoint file {self.path / file} is damaged ({reason}): delete {self.path} to go back to the checkpoint "
-                "before it"
-            ) from error
+            raise UserError(f"checkpoint file {self.path / file} is damaged ({reason}): {self._remedy()}") from error
+
+    def _remedy(self) -> str:
+        """What can be done without this checkpoint."""
+        all_there = [path for _, path in list_checkpoints(self.path.parent)]
+        if not [path for path in all_there if path != self.path]:
+            return "there is no other checkpoint: put a sound copy in its place, or start anew in another run directory"
+        if all_there[0] != self.path:
+            return f"delete {self.path} to go back to the checkpoint before it"
+        return "there is none before it; take a later one with step="
 
 
 def open_checkpoint(run: str, step: int | None) -> Checkpoint:

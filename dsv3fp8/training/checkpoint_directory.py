@@ -22,8 +22,14 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of every whole checkpoint, oldest first by step number; whatever else is there is ignored."""
     if not directory.is_dir():
         return []
-    found = ((NAME.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    found = ((step_of(path), path) for path in directory.iterdir() if path.is_dir())
+    return sorted((step, path) for step, path in found if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name tells; None for another name."""
+    match = NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def remove_unfinished(directory: Path) -> None:

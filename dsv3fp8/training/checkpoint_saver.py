@@ -24,7 +24,17 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dsv3fp8.errors import UserError
 from dsv3fp8.parallel.ranks import ALONE, PATIENCE, Ranks
-from dsv3fp8.training.checkpoint import CHECKSUMS, FORMAT, INDEX, OFFSETS, RANDOM, SHARDING, file_name
+from dsv3fp8.training.checkpoint import (
+    CHECKSUM,
+    CHECKSUMS,
+    FORMAT,
+    INDEX,
+    OFFSETS,
+    RANDOM,
+    SHARDING,
+    file_name,
+    index_checksum,
+)
 from dsv3fp8.training.checkpoint_directory import cannot_write, delete_old, places, publish
 from dsv3fp8.training.checkpoint_file import DTYPE_NAMES, Layout, bytes_of, write_file
 
@@ -238,12 +248,13 @@ def _count(item: WriteItem) -> int:
 
 
 def _write_index(path: Path, state: str, whole: Layout, files: Mapping[str, tuple[int, int]]) -> None:
-    index = {
+    index: dict[str, Any] = {
         "format": FORMAT,
         "state": json.loads(state),
         "files": files,
         "tensors": {name: (DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in whole.items()},
     }
+    index[CHECKSUM] = index_checksum(index)
     with path.open("x", encoding="utf-8") as file:
         json.dump(index, file)
         file.flush()

@@ -53,11 +53,14 @@ def consolidate(checkpoint: Checkpoint, out: Path) -> tuple[int, int]:
 
     The file is there whole or not at all. UserError where it is there already, or cannot be written.
     """
+    checkpoint.require("step", "config")
     names = weight_names(checkpoint)
     layout = {short: checkpoint.tensors[name] for short, name in names.items()}
     metadata = {"step": str(checkpoint.state["step"]), "config": json.dumps(checkpoint.state["config"])}
     if out.exists():
         raise UserError(f"out={out} is there already: delete it or give another name")
+    if not out.parent.is_dir():
+        raise UserError(f"out={out}: there is no directory {out.parent}; make it or give another name")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
         write_file(temporary, layout, metadata, lambda short: checkpoint.read(names[short]))

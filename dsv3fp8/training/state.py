@@ -120,12 +120,7 @@ def checkpoint_bytes(model: nn.Module, optimizer: AdamW, ranks: Ranks = ALONE) -
 def load_state(checkpoint: Checkpoint) -> tuple[TrainingState, dict[str, Any]]:
     """(state, configuration) of a checkpoint."""
     known = {item.name for item in fields(TrainingState)}
-    missing = {*known, "config", "optimizer_steps"} - checkpoint.state.keys()
-    if missing:
-        raise UserError(
-            f"checkpoint {checkpoint.path} lacks {', '.join(sorted(missing))}: it is of another version; train anew in another "
-            "run_dir"
-        )
+    checkpoint.require(*known, "config", "optimizer_steps")
     return TrainingState(**{name: checkpoint.state[name] for name in known}), checkpoint.state["config"]
 
 

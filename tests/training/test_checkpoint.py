@@ -3,6 +3,7 @@
 import json
 import pickle
 import subprocess
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,15 @@ class Dangerous:
         return subprocess.Popen, (["touch", "/tmp/pwned"],)
 
 
-def in_index(change: Callable[[dict], Any]) -> Callable[[Path], None]:
+def in_index(change: Callable[[dict], Any], seal: bool = True) -> Callable[[Path], None]:
+    """seal: with the checksum that the changed index has to have."""
+
     def apply(path: Path) -> None:
         index = json.loads(path.read_text())
         change(index)
+        if seal:
+            del index["crc32"]
+            index["crc32"] = zlib.crc32(json.dumps(index).encode())
         path.write_text(json.dumps(index))
 
     return apply
@@ -106,6 +112,14 @@ def in_index(change: Callable[[dict], Any]) -> Callable[[Path], None]:
         (INDEX, in_index(lambda index: index["tensors"].update({"model.w": ["F32", [60, 20]]})), "do not hold model.w once"),
         (INDEX, in_index(lambda index: index["tensors"].update({"model.w": ["F32", [5, 20]]})), "model.w does not fit into"),
         (INDEX, in_index(lambda index: index["tensors"].pop("model.w")), "it lacks 'model.w'"),
+        (INDEX, in_index(lambda index: index.update(state={})), "it lacks 'step'"),
+        (INDEX, in_index(lambda index: index["state"].update(step=2)), "it is of step 2"),
+        (INDEX, in_index(lambda index: index.pop("state")), "it lacks 'state'"),
+        (INDEX, in_index(lambda index: index.pop("crc32"), seal=False), "it lacks 'crc32'"),
+        (INDEX, in_index(lambda index: index.update(state={}), seal=False), "its content is not the one that was written"),
+        (INDEX, in_index(lambda index: index["state"].update(tokens=6), seal=False), "its content is not the one that"),
+        (INDEX, in_index(lambda index: index["tensors"].pop("model.w"), seal=False), "its content is not the one that"),
+        (INDEX, in_index(lambda index: index["files"].clear(), seal=False), "its content is not the one that"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_one_line_with_its_name(
@@ -124,7 +138,17 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_name(
         read_all(written)
     assert "\n" not in str(error.value)
     assert str(written) in str(error.value)
-    assert "to go back to the checkpoint before it" in str(error.value)
+    assert "there is no other checkpoint: put a sound copy in its place" in str(error.value)
+
+
+def test_what_can_be_done_without_a_checkpoint_hangs_on_which_others_there_are(tmp_path: Path) -> None:
+    first, last = (save_tensors(tmp_path, step, TENSORS, keep=2) for step in (1, 2))
+    flip(-1)(first / PAYLOAD)
+    with pytest.raises(UserError, match="there is none before it; take a later one with step="):
+        read_all(first)
+    flip(-1)(last / PAYLOAD)
+    with pytest.raises(UserError, match=f"delete {last} to go back to the checkpoint before it"):
+        read_all(last)
 
 
 def test_a_checkpoint_of_a_run_is_chosen_by_step(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_training_goes_on_while_the_snapshot_is_written_and_is_not_in_it(tmp_path: Path, gate: threading.Event) -> None:
-    tensors, state = {"model.w": torch.arange(1000.0), "first.w": torch.ones(3)}, {"data": {"consumed": 4}}
+    tensors, state = {"model.w": torch.arange(1000.0), "first.w": torch.ones(3)}, {"step": 1, "data": {"consumed": 4}}
     saver = Saver(tmp_path, 1, tensors)
     saver.save(1, tensors, state, {})
     for tensor in tensors.values():
@@ -61,9 +61,9 @@ def test_training_goes_on_while_the_snapshot_is_written_and_is_not_in_it(tmp_pat
 def test_the_next_save_waits_for_the_last(tmp_path: Path, gate: threading.Event) -> None:
     tensors = {"model.w": torch.zeros(5)}
     saver = Saver(tmp_path, 2, tensors)
-    saver.save(1, tensors, {}, {})
+    saver.save(1, tensors, {"step": 1}, {})
     tensors["model.w"].fill_(2)
-    second = threading.Thread(target=saver.save, args=(2, tensors, {}, {}))
+    second = threading.Thread(target=saver.save, args=(2, tensors, {"step": 2}, {}))
     second.start()
     second.join(0.2)
     assert second.is_alive()
@@ -98,7 +98,7 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.training.checkpoint_saver import Saver, write_checkpoint
 directory, tensors = Path(sys.argv[1]), {"model.w": torch.zeros(1 << 20)}
 saver = Saver(directory, 1, tensors)
-saver.save(1, tensors, {}, {})
+saver.save(1, tensors, {"step": 1}, {})
 saver.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 saver.save(2, tensors, {}, {})
@@ -144,7 +144,7 @@ def test_a_full_disk_is_named_as_such(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_end_of_a_failing_run_waits_and_says_nothing_more(tmp_path: Path, gate: threading.Event) -> None:
     tensors = {"model.w": torch.zeros(5)}
     saver = Saver(tmp_path, 1, tensors)
-    saver.save(1, tensors, {}, {})
+    saver.save(1, tensors, {"step": 1}, {})
     threading.Timer(0.1, gate.set).start()
     saver.close()
     assert steps(tmp_path) == [1]
@@ -155,7 +155,7 @@ def test_a_tensor_that_is_not_finite_is_never_saved(tmp_path: Path, bad: float) 
     """O07: the first of them is named, and the checkpoint before stays."""
     tensors = {"model.count": torch.arange(3), "model.w": torch.zeros(5), "second.w": torch.zeros(5).bfloat16()}
     saver = Saver(tmp_path, 1, tensors)
-    saver.save(1, tensors, {}, {})
+    saver.save(1, tensors, {"step": 1}, {})
     tensors["second.w"][3] = bad
     with pytest.raises(UserError, match=r"^second\.w is not finite after step 3, so no checkpoint is written"):
         saver.save(3, tensors, {}, {})
@@ -168,7 +168,7 @@ def test_a_tensor_that_is_not_finite_is_never_saved(tmp_path: Path, bad: float) 
 def test_the_size_of_a_file_is_known_beforehand(tmp_path: Path) -> None:
     tensors = {"model.w": torch.zeros(500, 400), "first.w": torch.zeros(500, 400).bfloat16(), "model.steps": torch.tensor(3)}
     saver = Saver(tmp_path, 1, tensors)
-    saver.save(1, tensors, {}, {})
+    saver.save(1, tensors, {"step": 1}, {})
     saver.wait()
     assert saver.share_bytes == 500 * 400 * 6 + 8
     assert 0 < (tmp_path / "step-00000001" / "00000.safetensors").stat().st_size - saver.share_bytes < 2_000

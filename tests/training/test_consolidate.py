@@ -82,7 +82,7 @@ def test_a_failed_write_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: p
     ("words", "complaint"),
     [
         (["step=7"], r"step=7: run=.* has checkpoints of steps 20"),
-        (["out=/nowhere/at/all"], "out=/nowhere/at/all cannot be written: No such file or directory"),
+        (["out=/nowhere/at/all"], "out=/nowhere/at/all: there is no directory /nowhere/at; make it or"),
         (["to=b"], "to: no such key; there are run, out, step"),
     ],
 )
@@ -103,6 +103,12 @@ def test_a_damaged_checkpoint_leaves_no_file(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"00001\.safetensors is damaged"):
         main([f"run={tmp_path}", f"out={tmp_path}/a"])
     assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+def test_a_checkpoint_without_settings_is_of_another_version(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "checkpoints", 20, TENSORS)
+    with pytest.raises(UserError, match="lacks config: it is of another version"):
+        main([f"run={tmp_path}", f"out={tmp_path}/a"])
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture) -> None:
