@@ -151,6 +151,15 @@ def local_rank() -> int:
     return int(given) if given.isdecimal() else 0
 
 
+def _require_environment() -> None:
+    """Raise UserError unless the environment says who this process is and where it meets the others."""
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        given = os.environ.get(name, "")
+        if not given or (name != "MASTER_ADDR" and not given.isdecimal()):
+            what = f"{name}={given} is no number" if given else f"{name} is missing"
+            raise UserError(f"WORLD_SIZE={rank_count()} is set, but {what}: start it with torchrun, or unset WORLD_SIZE")
+
+
 @contextmanager
 def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Ranks]:
     """Meet the other ranks, and leave with them: nobody leaves before all have finished what is inside.
@@ -161,6 +170,7 @@ def join(device: torch.device, expert: int = 1, shard: int = 1) -> Iterator[Rank
     if rank_count() == 1:
         yield ALONE
         return
+    _require_environment()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place, index, count = next(rendezvous("env://", timeout=PATIENCE))
@@ -249,7 +259,8 @@ def speaks(once: str | None = None) -> bool:
     """
     if rank_count() == 1:
         return True
-    index = int(os.environ.get("RANK", "0"))
+    given = os.environ.get("RANK", "")
+    index = int(given) if given.isdecimal() else 0
     if _met is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return index == 0  # they have no place yet where one could ask
     try:
