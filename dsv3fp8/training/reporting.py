@@ -79,8 +79,10 @@ def record_start(run: Run) -> None:
     """Write what the run is made of into its directory, and print the header."""
     directory, config, corpus = run.directory, run.config, run.corpus
     bigram = corpus.bigram()
-    if directory.config.exists() and run.forked:
-        directory.config.replace(directory.path / f"config-until-step-{run.state.step:08d}.yaml")
+    kept = directory.path / f"config-until-step-{run.state.step:08d}.yaml"
+    # A fork that ended before its first checkpoint forks again from there: what lies here by then are its own settings.
+    if run.forked and directory.config.exists() and not kept.exists():
+        directory.config.replace(kept)
     directory.write_text(directory.config.name, dump_yaml(config.to_dict()))
     directory.write_json(
         "corpus.json",

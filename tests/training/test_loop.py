@@ -214,6 +214,20 @@ def test_changed_settings_are_refused_unless_they_fork(nano: Any, curve: Any, ca
     assert train(nano(*changed)) == 0  # finished under the settings of the fork
 
 
+def test_a_fork_that_is_started_twice_keeps_the_settings_before_it(nano: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(nano("recipe=bf16")) == 0
+    for lr in ("0.001", "0.0005"):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Loop, "run_steps", lambda _: 137)  # it ends before its first checkpoint
+            assert train(nano("recipe=bf16", "training.steps=12", f"optimizer.lr={lr}", "resume=fork")) == 137
+    directory = Path(nano().run_dir)
+    (kept,) = directory.glob("config-until-*")
+    assert [yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in (kept, directory / "config.yaml")] == [
+        0.002,
+        0.0005,
+    ]
+
+
 def test_what_only_looks_or_saves_may_change_without_a_word(nano: Any, curve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nano("recipe=bf16", run="whole")
     assert train(whole) == 0
