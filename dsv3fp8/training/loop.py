@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dsv3fp8.config import RunConfig
-from dsv3fp8.data import validation_batches
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.parallel.ranks import join
@@ -25,7 +24,7 @@ from dsv3fp8.training.records import Records
 from dsv3fp8.training.reporting import record_manifest, record_start, summary
 from dsv3fp8.training.run_directory import RunDirectory, device_name
 from dsv3fp8.training.schedule import learning_rate
-from dsv3fp8.training.setup import Run, finished_line, prepare
+from dsv3fp8.training.setup import Run, finished_line, prepare, validation
 from dsv3fp8.training.signals import StopRequest
 from dsv3fp8.training.speed import Speedometer, memory
 from dsv3fp8.training.state import begin_checkpoint
@@ -185,21 +184,11 @@ class Loop:
             )
 
     def _validate(self) -> dict[str, float | None]:
-        run, training = self.run, self.training
+        run = self.run
         self.speed.pause()
-        store = run.corpus.validation
-        batches = validation_batches(
-            store,
-            sequences=training.batch,
-            context=training.context,
-            limit=training.validation_batches,
-            isolate=run.config.data.isolate_documents,
-            rank=run.ranks.index,
-            world=run.ranks.count,
-        )
-        loss = validate(run.model, batches, run.device, run.ranks)
+        loss = validate(run.model, validation(run.config, run.corpus, run.ranks), run.device, run.ranks)
         self.speed.resume()
-        return {"validation_loss": loss, "validation_bits_per_byte": store.bits_per_byte(loss)}
+        return {"validation_loss": loss, "validation_bits_per_byte": run.corpus.validation.bits_per_byte(loss)}
 
     def _save(self) -> None:
         """Begin a checkpoint; it is written while training goes on."""

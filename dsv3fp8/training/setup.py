@@ -5,7 +5,7 @@ Whatever a user can have got wrong is found here, so that a run that starts is a
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv3fp8.config import RunConfig
-from dsv3fp8.data import Corpus, TrainBatches, open_corpus
+from dsv3fp8.data import Batch, Corpus, TrainBatches, open_corpus, validation_batches
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.model.transformer import Transformer
@@ -87,6 +87,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
         corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
     ranks.require_equal(_content(corpus), "let the data keys name the same files on every node")
     corpus.check_context(config.training.context)
+    validation(config, corpus, ranks)
     # Weights that were imported have seen no corpus.
     if saved and state.corpus is not None and config.resume != "fork":
         refuse_other_corpus(config.run_dir, state.step, state.corpus, corpus.describe()["sha256"])
@@ -119,7 +120,21 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
         if random_states:
             restore_random_states(random_states, device)
     steps = choose_steps(config, device)
+    ranks.wait()  # before the first writes or says anything: what is wrong may be wrong for another alone
     return Run(config, directory, device, ranks, corpus, batches, model, optimizer, saver, state, bool(changed), notes, steps)
+
+
+def validation(config: RunConfig, corpus: Corpus, ranks: Ranks) -> Iterator[Batch]:
+    """What this rank reads in every validation; UserError, at once, where the split is too short for so many ranks."""
+    return validation_batches(
+        corpus.validation,
+        sequences=config.training.batch,
+        context=config.training.context,
+        limit=config.training.validation_batches,
+        isolate=config.data.isolate_documents,
+        rank=ranks.index,
+        world=ranks.count,
+    )
 
 
 def _told(config: RunConfig) -> dict[str, Any]:

@@ -16,12 +16,15 @@ import yaml
 
 from dsv3fp8.config import group_options
 from dsv3fp8.errors import UserError
+from dsv3fp8.parallel.ranks import Ranks
 from dsv3fp8.training import checkpoint_saver, loop
 from dsv3fp8.training.checkpoint import open_checkpoint
 from dsv3fp8.training.checkpoint_directory import list_checkpoints
 from dsv3fp8.training.loop import train
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.reporting import Reporters
+from dsv3fp8.training.run_directory import RunDirectory
+from dsv3fp8.training.setup import prepare
 
 
 def steps_on_disk(config: Any) -> list[int]:
@@ -226,6 +229,23 @@ def test_a_fork_that_is_started_twice_keeps_the_settings_before_it(nano: Any, mo
         0.002,
         0.0005,
     ]
+
+
+def test_a_validation_split_too_short_for_the_ranks_is_found_before_the_first_step(
+    nano: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of so many ranks would find it alone, in its first validation."""
+    ranks = Ranks(index=0, count=1000)
+    for name, given in (("require_equal", None), ("wait", None)):
+        monkeypatch.setattr(Ranks, name, lambda *_, given=given: given)
+    monkeypatch.setattr(Ranks, "from_first", lambda _, value: value)
+    config = nano()
+    with (
+        RunDirectory(Path(config.run_dir)) as directory,
+        pytest.raises(UserError, match=r"validation split has .* on each of 1000 ranks; .*data\.validation_fraction") as error,
+    ):
+        prepare(config, directory, torch.device("cpu"), ranks)
+    assert "\n" not in str(error.value)
 
 
 def test_what_only_looks_or_saves_may_change_without_a_word(nano: Any, curve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Runs of two ranks: signals, what is wrong, full disks, two launches at once. What must come out the same on both does."""
 
 import functools
+import json
 import os
 import re
 import resource
@@ -14,8 +15,9 @@ import pytest
 from processes import Command
 
 from dsv3fp8.data.batches import TrainBatches
-from dsv3fp8.training import loop
+from dsv3fp8.training import loop, setup
 from dsv3fp8.training.checkpoint_directory import list_checkpoints
+from dsv3fp8.training.checkpoint_file import read_header
 
 Launch = Callable[..., Command]
 
@@ -200,6 +202,43 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(launch:
     assert f"cannot write checkpoint step-00000006/0000{culprit}.safetensors in " in said
     assert "; the checkpoint of step 3 is kept" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def damage_an_expert_of(file: Path) -> None:
+    """One bit of a part that the other rank does not read."""
+    entries, metadata = read_header(file)
+    begins = json.loads(metadata["DCP_SHARDING_INFO"])
+    name = next(name for name, each in begins.items() if any(each["saved_offsets"]))
+    data = bytearray(file.read_bytes())
+    data[entries[name].begin] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def restore_late(index: int) -> None:
+    """Rank 1 reads when the first could have gone on long since."""
+    real = setup.restore
+
+    def restore(*given: Any, **named: Any) -> None:
+        time.sleep(index)
+        real(*given, **named)
+
+    setup.restore = restore
+
+
+def test_damage_that_one_rank_finds_leaves_the_run_as_it_was(launch: Launch, tmp_path: Path) -> None:
+    """K07: what the other reads is sound."""
+    layout = "parallel.expert=2"
+    assert launch("training.steps=2", layout).wait(60) == [0, 0]
+    damage_an_expert_of(tmp_path / "run" / "checkpoints" / "step-00000002" / "00001.safetensors")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "lock"]
+    before = {path: path.read_bytes() for path in files}
+    run = launch("training.steps=4", layout, "resume=fork", first=restore_late)
+    assert set(run.wait(60)) <= {1, 2}
+    (said,) = run.said()
+    assert "00001.safetensors is damaged" in said
+    assert "going on after step" not in run.output(0)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "lock"]
+    assert {path: path.read_bytes() for path in files} == before
 
 
 def test_ranks_whose_windows_do_not_come_out_even_go_on_together(launch: Launch, tmp_path: Path) -> None:
