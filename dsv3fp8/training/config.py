@@ -31,7 +31,7 @@ class TrainingConfig:
     context: int
     # Validation after every so many steps and after the last one; 0: after the last one alone.
     validate_every: int
-    # Micro-batches of the validation split that one validation reads.
+    # Micro-batches of the validation split that each rank reads in one validation.
     validation_batches: int
     # A checkpoint after every so many steps and after the last one; 0: after the last one alone.
     checkpoint_every: int
