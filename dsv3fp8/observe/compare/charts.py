@@ -12,6 +12,11 @@ from dsv3fp8.observe.map.text import longest_that_fits, text_width
 
 WIDTH, HEIGHT = 640, 330
 LEFT, TOP, BOTTOM = 62, 16, 42
+"""Pixels around the plane; LEFT grows with the numbers that stand there."""
+LABEL = 24
+"""Pixels on the left that the name of the y axis takes."""
+BAR = 8
+"""Pixels of the width of a band with a single point."""
 SMALL = 11.5
 LONGEST = 170
 """Pixels of the longest name beside a line; the legend has it in full."""
@@ -39,7 +44,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """title, caption: above it. band: (xs, low, high), shaded. unit: behind the ticks' numbers. key: of its ids in the page."""
+    """title, caption: above it. band: (xs, low, high), shaded. unit: behind the ticks' numbers. key: of its ids in the page.
+
+    last: the x axis goes from 0 to there, in whole numbers.
+    """
 
     key: str
     title: str
@@ -47,6 +55,7 @@ class Chart:
     x_label: str
     y_label: str
     lines: Sequence[Line]
+    last: int
     band: tuple[Sequence[float], Values, Values] | None = None
     logarithmic: bool = False
     zero: bool = False
@@ -56,7 +65,6 @@ class Chart:
         """The drawing, or "" if there is no point to draw."""
         held = [line for line in self.lines if not line.free] or self.lines
         ys = [y for line in held for y in line.ys if _drawn(y, self.logarithmic)]
-        xs = [x for line in self.lines for x, y in zip(line.xs, line.ys, strict=True) if _drawn(y, self.logarithmic)]
         if not ys:
             return ""
         if self.band:
@@ -64,17 +72,17 @@ class Chart:
         ys += [0.0] if self.zero and not self.logarithmic else []
         names = [line.name for line in self.lines if line.name]
         right = 14 + min(max((text_width(name, SMALL, bold=True) for name in names), default=0), LONGEST)
-        plane = _Plane(min(xs), max(xs), min(ys), max(ys), right, self.logarithmic)
+        plane = _Plane(self.last, min(ys), max(ys), right, self.logarithmic, self.unit)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{self.key}-t {self.key}-d">',
             f'<title id="{self.key}-t">{escape(self.title)}</title><desc id="{self.key}-d">{escape(self.description)}</desc>',
-            f'<clipPath id="{self.key}-c"><path d="M{LEFT} {TOP}H{WIDTH}V{HEIGHT - BOTTOM}H{LEFT}Z"/></clipPath>',
-            *plane.axes(self.x_label, self.y_label, self.unit),
+            f'<clipPath id="{self.key}-c"><path d="{plane.outline}"/></clipPath>',
+            *plane.axes(self.x_label, self.y_label),
         ]
         if self.band:
             parts.append(plane.area(*self.band))
         if self.zero:
-            parts.append(f'<path class="zero" d="M{LEFT} {plane.y(0.0):.1f}H{plane.edge:.1f}"/>')
+            parts.append(f'<path class="zero" d="M{plane.left:.1f} {plane.y(0.0):.1f}H{plane.edge:.1f}"/>')
         parts.append(f'<g clip-path="url(#{self.key}-c)">')
         parts += [plane.line(line) for line in sorted(self.lines, key=lambda line: not line.thin)]
         parts += ["</g>", *plane.names(self.lines)]
@@ -94,34 +102,42 @@ class Chart:
 class _Plane:
     """Data to pixels, and what is drawn in them."""
 
-    def __init__(self, x0: float, x1: float, y0: float, y1: float, right: float, logarithmic: bool) -> None:
+    def __init__(self, last: int, y0: float, y1: float, right: float, logarithmic: bool, unit: str) -> None:
         self.edge = WIDTH - right
         self._logarithmic = logarithmic
-        self._x0, self._x1 = x0, x1 if x1 > x0 else x0 + 1
+        self._last = last
         low, high = self._scaled(y0), self._scaled(y1)
         margin = 0.04 * (high - low) or max(abs(high), 1.0) * 0.05
         self._low, self._high = low - margin, high + margin
+        self._ticks = _log_ticks(self._low, self._high) if logarithmic else nice_ticks(self._low, self._high)
+        self._texts = [f"{text}{unit}" for text in labels(self._ticks, logarithmic)]
+        self.left = max(LEFT, LABEL + max((text_width(text, SMALL) for text in self._texts), default=0))
+
+    @property
+    def outline(self) -> str:
+        """A path around what lines may fill: to the right of the axis, names and all."""
+        return f"M{self.left:.1f} {TOP}H{WIDTH}V{HEIGHT - BOTTOM}H{self.left:.1f}Z"
 
     def _scaled(self, y: float) -> float:
         return math.log10(y) if self._logarithmic else y
 
     def x(self, x: float) -> float:
-        return LEFT + (x - self._x0) / (self._x1 - self._x0) * (self.edge - LEFT)
+        return self.left + x / self._last * (self.edge - self.left)
 
     def y(self, y: float) -> float:
         return HEIGHT - BOTTOM - (self._scaled(y) - self._low) / (self._high - self._low) * (HEIGHT - BOTTOM - TOP)
 
-    def axes(self, x_label: str, y_label: str, unit: str) -> list[str]:
-        base, parts = HEIGHT - BOTTOM, []
-        ticks = _log_ticks(self._low, self._high) if self._logarithmic else nice_ticks(self._low, self._high)
-        for tick, text in zip(ticks, labels(ticks, self._logarithmic), strict=True):
-            parts.append(f'<path class="grid" d="M{LEFT} {self.y(tick):.1f}H{self.edge:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{self.y(tick) + 4:.1f}" text-anchor="end">{text}{unit}</text>')
-        for tick in nice_ticks(self._x0, self._x1, 6):
+    def axes(self, x_label: str, y_label: str) -> list[str]:
+        base, left, parts = HEIGHT - BOTTOM, f"{self.left:.1f}", []
+        for tick, text in zip(self._ticks, self._texts, strict=True):
+            parts.append(f'<path class="grid" d="M{left} {self.y(tick):.1f}H{self.edge:.1f}"/>')
+            at = f'x="{self.left - 6:.1f}" y="{self.y(tick) + 4:.1f}"'
+            parts.append(f'<text class="tick" {at} text-anchor="end">{text}</text>')
+        for tick in nice_ticks(0, self._last, 6, whole=True):
             parts.append(f'<path class="grid" d="M{self.x(tick):.1f} {base}v4"/>')
             parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{base + 17}" text-anchor="middle">{tick:,.0f}</text>')
-        middle = (LEFT + self.edge) / 2
-        parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{base}H{self.edge:.1f}"/>')
+        middle = (self.left + self.edge) / 2
+        parts.append(f'<path class="axis" d="M{left} {TOP}V{base}H{self.edge:.1f}"/>')
         parts.append(f'<text class="label" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
         turn = f'transform="rotate(-90)" x="{-(TOP + base) / 2:.0f}" y="13"'
         parts.append(f'<text class="label" {turn} text-anchor="middle">{escape(y_label)}</text>')
@@ -133,6 +149,10 @@ class _Plane:
             if _drawn(lower, self._logarithmic) and _drawn(upper, self._logarithmic):
                 run.append((self.x(x), self.y(lower), self.y(upper)))
             elif run:
+                if len(run) == 1:  # a line has no area
+                    at, down, up = run[0]
+                    sides = max(at - BAR / 2, self.left), min(at + BAR / 2, self.edge)
+                    run = [(side, down, up) for side in sides]
                 there = "L".join(f"{a:.1f} {up:.1f}" for a, _, up in run)
                 back = "L".join(f"{a:.1f} {down:.1f}" for a, down, _ in reversed(run))
                 pieces.append(f"M{there}L{back}Z")
@@ -193,9 +213,9 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
     return out
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that lie from `low` to `high`, about `count` of them."""
-    raw = (high - low) / count
+def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that lie from `low` to `high`, about `count` of them, or fewer if whole."""
+    raw = max((high - low) / count, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

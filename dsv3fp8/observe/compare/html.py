@@ -103,16 +103,15 @@ def page(data: Mapping[str, Any]) -> str:
 
 def charts(data: Mapping[str, Any]) -> list[Chart]:
     """All that have anything to show."""
-    curves = data["curves"]
     found = [
         _losses(data, "training", "Training loss", dots=False),
         _losses(data, "validation", "Validation loss", dots=True),
         _errors(data, "training", "Relative error of training loss", dots=False),
         _errors(data, "validation", "Relative error of validation loss", dots=True),
-        _plain(curves["grad_norm"], "grad-norm", "Gradient norm", "L2 norm before clipping", logarithmic=True),
-        _plain(curves["expert_load_max"], "busiest", "Expert balance: the busiest", "tokens over the mean"),
-        _plain(curves["expert_load_entropy"], "entropy", "Expert balance: entropy", "entropy of the shares, 1 is even"),
-        _plain(curves["flushed_share"], "flushed", "Values flushed to zero", "share of nonzero values", True, 100, " %"),
+        _plain(data, "grad_norm", "grad-norm", "Gradient norm", "L2 norm before clipping", logarithmic=True),
+        _plain(data, "expert_load_max", "busiest", "Expert balance: the busiest", "tokens over the mean"),
+        _plain(data, "expert_load_entropy", "entropy", "Expert balance: entropy", "entropy of the shares, 1 is even"),
+        _plain(data, "flushed_share", "flushed", "Values flushed to zero", "share of nonzero values", True, 100, " %"),
     ]
     return [chart for chart in found if chart.svg()]
 
@@ -129,7 +128,9 @@ def _losses(data: Mapping[str, Any], key: str, name: str, dots: bool) -> Chart:
     if curves["band"]:
         middle = curves["recipes"][baseline]["loss"]
         band = curves["step"], _around(middle, curves["band"], -1), _around(middle, curves["band"], 1)
-    return Chart(key, name, _caption(data, band is not None), "optimizer step", "nats a token", lines, band)
+    return Chart(
+        key, name, _caption(data, band is not None), "optimizer step", "nats a token", lines, data["settings"]["steps"], band
+    )
 
 
 def _errors(data: Mapping[str, Any], key: str, name: str, dots: bool) -> Chart:
@@ -148,7 +149,18 @@ def _errors(data: Mapping[str, Any], key: str, name: str, dots: bool) -> Chart:
         half = _times(curves["band"], 100)
         band = curves["step"], _times(half, -1), half
     caption = f"Against {baseline} of the same seed. {_caption(data, band is not None)}"
-    return Chart(f"{key}-error", name, caption, "optimizer step", "relative error", lines, band, zero=True, unit=" %")
+    return Chart(
+        f"{key}-error",
+        name,
+        caption,
+        "optimizer step",
+        "relative error",
+        lines,
+        data["settings"]["steps"],
+        band,
+        zero=True,
+        unit=" %",
+    )
 
 
 def _caption(data: Mapping[str, Any], band: bool) -> str:
@@ -168,13 +180,21 @@ def diverged(data: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(
-    curves: Mapping[str, Any], key: str, name: str, y_label: str, logarithmic: bool = False, factor: float = 1, unit: str = ""
+    data: Mapping[str, Any],
+    field: str,
+    key: str,
+    name: str,
+    y_label: str,
+    logarithmic: bool = False,
+    factor: float = 1,
+    unit: str = "",
 ) -> Chart:
+    curves, last = data["curves"][field], data["settings"]["steps"]
     named = enumerate(curves["recipes"].items())
     lines = [Line(index, curves["step"], _times(ys, factor), recipe) for index, (recipe, ys) in named]
     scale = ", on a logarithmic scale" if logarithmic else ""
     caption = f"{y_label[0].upper()}{y_label[1:]}{scale}; mean of the seeds."
-    return Chart(key, name, caption, "optimizer step", y_label, lines, logarithmic=logarithmic, unit=unit)
+    return Chart(key, name, caption, "optimizer step", y_label, lines, last, logarithmic=logarithmic, unit=unit)
 
 
 def _around(middle: Values, half: Values, sign: int) -> list[float | None]:
