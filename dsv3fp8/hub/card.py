@@ -128,6 +128,8 @@ def _use(saved: Saved, number_format: str, has_text: bool) -> str:
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=40)[0]))",
         ]
     lines.append("```")
+    if number_format == "fp8":
+        lines += ["", "Loading FP8 weights needs the package `accelerate` beside `transformers`."]
     if number_format == "fp8" and _cut_blocks(saved):
         lines += [
             "",

@@ -145,6 +145,19 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     assert relative(rounded.logits(ids), want) > 1e-3  # it is FP8 that was compared
 
 
+@pytest.mark.parametrize("name", ["untied, with MTP", "V2, two shared experts"])
+def test_transformers_turns_fp8_files_into_the_values_that_they_stand_for(name: str, tmp_path: Path) -> None:
+    """As they are, with accelerate, on a CPU: the decoded values, rounded to BF16."""
+    make_run(tmp_path / "run", *MODELS[name])
+    out = export(tmp_path / "run", tmp_path / "fp8", "format=fp8")
+    got, _ = loaded(out)
+    want, _ = loaded(plain_copy(out, tmp_path / "decoded", without_codes(tensors_in(out))))
+    values = want.state_dict()
+    assert got.state_dict().keys() == values.keys()
+    for key, tensor in got.state_dict().items():
+        torch.testing.assert_close(tensor, values[key].to(tensor.dtype), rtol=0, atol=0, msg=key)
+
+
 def plain_copy(source: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
     """A directory of the same model with other tensors, none of them FP8."""
     target.mkdir()
@@ -283,9 +296,11 @@ def test_the_card_says_what_was_trained_and_measured(tmp_path: Path, capsys: pyt
     ):  # fmt: skip
         assert part in card
     assert "/home/me" not in card
+    assert "needs the package `accelerate`" in card
     assert "recipe=tensorwise trains on other codes than these" in capsys.readouterr().out
     card = (export(tmp_path / "run", tmp_path / "two", "format=bf16") / "README.md").read_text()
     assert "| weights | BF16; router and its bias FP32 |" in card
+    assert "accelerate" not in card
 
 
 @pytest.mark.parametrize(("dim", "told"), [(96, False), (256, False), (200, True)])
