@@ -142,7 +142,7 @@ def test_test_installs_dev_and_runs_all_checks_or_just_pytest(checkout: Path) ->
     assert lines[2:] == [
         f"[-m][ruff][check][.] in {checkout}",
         f"[-m][mypy] in {checkout}",
-        f"[-m][pytest][-q] in {checkout}",
+        f"[-m][pytest][-q][-n][2][--dist][loadfile] in {checkout}",
     ]
     assert launch(checkout, "scripts/test", "tests/x.py", "-k", "a or b").returncode == 0
     assert log(checkout) == [f"[-m][pytest][tests/x.py][-k][a or b] in {checkout}"]
