@@ -32,6 +32,7 @@ OPTIONAL = {
     "wandb": "Weights & Biases logs",
     "datasets": "data=huggingface; pip install 'dsv3fp8[hf]'",
     "transformers": "to load what `dsv3fp8 export` writes; pip install 'dsv3fp8[hf]'",
+    "accelerate": "for transformers to load FP8 exports; pip install 'dsv3fp8[hf]'",
     "transformer-engine": "recipe=te_blockwise and columns of bench; pip install 'dsv3fp8[te]'",
 }
 OLDEST_FP8 = (8, 9)  # Ada; FP8 tensor cores begin here
