@@ -16,10 +16,10 @@ import pytest
 import torch
 from decoding import without_codes
 from published import under_our_names
-from runs import NANO, V2, make_run, tensors_in
 from safetensors.torch import save_file
 from support import recipe, relative
 from torch import Tensor
+from trained import NANO, V2, make_run, tensors_in
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from decoding import without_codes
 from published import published, under_our_names
-from runs import V2, make_run, tensors_in
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trained import V2, make_run, tensors_in
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from dsv3fp8.config import load_config, load_saved
