@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.training.checkpoint_directory import flush
 
 TEMPORARY = ".writing-"
 # Room for the small files beside the tensors.
@@ -44,23 +44,14 @@ def new_directory(key: str, path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for each in [*temporary.rglob("*"), temporary]:
-            _flush(each)
+            flush(each)
         temporary.rename(path)
-        _flush(temporary.parent)
+        flush(temporary.parent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"{key}={path} cannot be written: {reason}; free some space or name another directory") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """Make a file, or the names in a directory, survive a lost machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def in_words(size: int) -> str:

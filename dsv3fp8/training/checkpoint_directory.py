@@ -46,9 +46,9 @@ def places(directory: Path, step: int) -> tuple[Path, Path]:
 
 def publish(temporary: Path, target: Path) -> None:
     """Give a checkpoint that is written and flushed its name, for good. OSError where that fails."""
-    flush_directory(temporary)
+    flush(temporary)
     temporary.rename(target)
-    flush_directory(target.parent)
+    flush(target.parent)
 
 
 def delete_old(directory: Path, keep: int) -> None:
@@ -58,9 +58,9 @@ def delete_old(directory: Path, keep: int) -> None:
         shutil.rmtree(old.rename(directory / f"{TEMPORARY}{old.name}"))
 
 
-def flush_directory(directory: Path) -> None:
-    """Make names, not only contents, survive a lost machine."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Make a file, or the names in a directory, survive a lost machine."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

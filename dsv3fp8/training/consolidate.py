@@ -11,7 +11,7 @@ from pathlib import Path
 from dsv3fp8.errors import UserError
 from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checkpoint import Checkpoint, open_checkpoint
-from dsv3fp8.training.checkpoint_directory import flush_directory
+from dsv3fp8.training.checkpoint_directory import flush
 from dsv3fp8.training.checkpoint_file import write_file
 from dsv3fp8.training.state import weight_names
 
@@ -65,7 +65,7 @@ def consolidate(checkpoint: Checkpoint, out: Path) -> tuple[int, int]:
     try:
         write_file(temporary, layout, metadata, lambda short: checkpoint.read(names[short]))
         temporary.rename(out)
-        flush_directory(out.parent)
+        flush(out.parent)
     except OSError as error:
         raise UserError(f"out={out} cannot be written: {error.strerror}; free some space or give another name") from error
     finally:

@@ -79,13 +79,13 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_durable(tmp_path: Path
     tensors = {"model.w": torch.zeros(5)}
     save_tensors(tmp_path, 1, tensors)
     seen = []
-    real = checkpoint_directory.flush_directory
+    real = checkpoint_directory.flush
 
     def spy(directory: Path) -> None:
         seen.append((steps(tmp_path), sorted(path.name for path in directory.iterdir() if path.is_file())))
         real(directory)
 
-    monkeypatch.setattr(checkpoint_directory, "flush_directory", spy)
+    monkeypatch.setattr(checkpoint_directory, "flush", spy)
     save_tensors(tmp_path, 2, tensors)
     assert seen == [([1], ["00000.safetensors", "index.json"]), ([1, 2], [])]
     assert steps(tmp_path) == [2]

@@ -32,15 +32,17 @@ def smooth(steps: Steps, values: Curve, window: int) -> Curve:
     NaN before step `window`, where the window is not full yet, where the step itself was not logged by the run (behind its
     end), and where no value of the window is finite.
     """
-    finite = np.isfinite(values)
-    sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
-    counts = np.concatenate(([0], np.cumsum(finite)))
+    return np.where(steps >= window, _trailing_mean(steps, values, np.isfinite(values), window), np.nan)
+
+
+def _trailing_mean(steps: Steps, values: Curve, present: npt.NDArray[np.bool_], window: int) -> Curve:
+    """At each step the mean of the values that are present in the last `window` steps; NaN where none is."""
+    sums = np.concatenate(([0.0], np.cumsum(np.where(present, values, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(present)))
     first = np.searchsorted(steps, steps - window, side="right")
     last = np.arange(1, len(steps) + 1)
-    number = counts[last] - counts[first]
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = (sums[last] - sums[first]) / number
-    return np.where((steps >= window) & (number > 0), means, np.nan)
+        return (sums[last] - sums[first]) / (counts[last] - counts[first])
 
 
 def relative_error(steps: Steps, values: Curve, baseline: Curve, window: int | None) -> Curve:
@@ -73,15 +75,9 @@ def band(steps: Steps, curves: Sequence[Curve], span: int) -> Curve | None:
         return None
     middle = mean_of(curves)
     pairs = np.stack([(one - other) / middle for one, other in itertools.combinations(curves, 2)])
-    present = np.isfinite(pairs).all(axis=0)
+    present = np.asarray(np.isfinite(pairs).all(axis=0))
     squares = np.where(present, np.where(np.isfinite(pairs), pairs, 0.0) ** 2, 0.0).mean(axis=0)
-    sums = np.concatenate(([0.0], np.cumsum(squares)))
-    counts = np.concatenate(([0], np.cumsum(present)))
-    first = np.searchsorted(steps, steps - span, side="right")
-    last = np.arange(1, len(steps) + 1)
-    number = counts[last] - counts[first]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means = (sums[last] - sums[first]) / number
+    means = _trailing_mean(steps, squares, present, span)
     return np.where(present, BAND_FACTOR * np.sqrt(np.maximum(means, 0.0)), np.nan)
 
 

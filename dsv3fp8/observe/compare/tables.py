@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv3fp8.observe.compare.verdict import RULES
+from dsv3fp8.observe.output import pipe_table
 
 ABSENT = "–"
 
@@ -22,8 +23,7 @@ class Table:
 
     def markdown(self) -> str:
         """A pipe table."""
-        lines = ["| " + " | ".join(self.heads) + " |", "|---|" + "---:|" * (len(self.heads) - 1)]
-        return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows)])
+        return pipe_table(self.heads, self.rows)
 
 
 def tables_of(data: Mapping[str, Any]) -> list[Table]:

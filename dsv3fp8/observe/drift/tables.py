@@ -9,6 +9,7 @@ from typing import Any
 from dsv3fp8.observe.drift.claims import NAMES
 from dsv3fp8.observe.drift.study import Row
 from dsv3fp8.observe.drift.sums import promotion_name
+from dsv3fp8.observe.output import pipe_table
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,8 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
     def markdown(self) -> str:
-        """A pipe table; the first column is text, the others are aligned right."""
-        lines = ["| " + " | ".join(self.heads) + " |", "|---|" + "---:|" * (len(self.heads) - 1)]
-        return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows)])
+        """A pipe table."""
+        return pipe_table(self.heads, self.rows)
 
 
 def tables_of(data: Mapping[str, Any]) -> list[Table]:
