@@ -117,6 +117,7 @@ def _against_gluon(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, out_d
 
 
 _LOOP = "a GEMM per expert: "
+_TOGETHER = "one launch for all experts"
 
 
 def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype: torch.dtype) -> Choice:
@@ -131,18 +132,24 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
     against = hopper_reason(a.codes.device)
     if against is None and spec.accumulator == "fp32":
         against = "accumulator: fp32 was asked for"
-    if against is None and spec.promote_every != 128:
-        against = f"the grouped GEMM promotes every 128, not {spec.promote_every}"
-    if against is None:
-        against = triton_reason()
-    if against is None:
-        from dsv3fp8.kernels.gemm.gluon import grouped
+    against = against or triton_reason()
+    if against is not None:
+        return Choice("loop", f"{_LOOP}{against}")
+    from dsv3fp8.kernels.gemm import triton_grouped
+    from dsv3fp8.kernels.gemm.gluon import grouped
 
-        wgrad = gemm == "wgrad"
+    wgrad = gemm == "wgrad"
+    if spec.promote_every != 128:
+        against = f"the Gluon GEMM promotes every 128, not {spec.promote_every}"
+    else:
         against = grouped.reason_against_wgrad(a, b) if wgrad else grouped.reason_against_rows(a, b, out_dtype)
     if against is None:
-        return Choice("gluon", "one launch for all experts, block-scaled FP8 on Hopper tensor cores, promoted every 128", True)
-    return Choice("loop", f"{_LOOP}{against}")
+        return Choice("gluon", f"{_TOGETHER}, block-scaled FP8 on Hopper tensor cores, promoted every 128", True)
+    reason = triton_grouped.reason_against_wgrad if wgrad else triton_grouped.reason_against_rows
+    beside = reason(a, b, spec.promote_every)
+    if beside is None:
+        return Choice("triton", f"{against}: {_TOGETHER}, FP8 on Hopper tensor cores, {_promoted(spec)}", True)
+    return Choice("loop", f"{_LOOP}{against}; {beside}")
 
 
 def _choose_plain_groups(a: Tensor, b: Tensor, gemm: str, out_dtype: torch.dtype) -> Choice:
@@ -152,7 +159,7 @@ def _choose_plain_groups(a: Tensor, b: Tensor, gemm: str, out_dtype: torch.dtype
 
         against = grouped_bf16.reason_against(a, b, out_dtype, gemm)
     if against is None:
-        return Choice("triton" if gemm == "wgrad" else "torch", "not quantized: one launch for all experts, fp32 sums")
+        return Choice("triton" if gemm == "wgrad" else "torch", f"not quantized: {_TOGETHER}, fp32 sums")
     return Choice("loop", f"{_LOOP}not quantized; {against}")
 
 
@@ -174,6 +181,10 @@ def grouped_rows(
         assert isinstance(a, Tensor)
         assert isinstance(weights, Tensor)
         return grouped_bf16.grouped_rows(a, weights, blocks)
+    if backend == "triton":
+        from dsv3fp8.kernels.gemm import triton_grouped
+
+        return triton_grouped.grouped_rows(a, weights, groups, out_dtype, spec.promote_every)
     from dsv3fp8.kernels.gemm.gluon import grouped
 
     return grouped.grouped_rows(a, weights, groups, out_dtype)
@@ -198,6 +209,10 @@ def grouped_wgrad(
         assert isinstance(dy, Tensor)
         assert isinstance(x, Tensor)
         return grouped_bf16.grouped_wgrad(dy, x, blocks)
+    if backend == "triton":
+        from dsv3fp8.kernels.gemm import triton_grouped
+
+        return triton_grouped.grouped_wgrad(dy, x, blocks, spec.promote_every, into)
     from dsv3fp8.kernels.gemm.gluon import grouped
 
     return grouped.grouped_wgrad(dy, x, blocks, into)

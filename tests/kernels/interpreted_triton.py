@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv3fp8.kernels.gemm import triton as gemm
+from dsv3fp8.kernels.gemm import triton_grouped as grouped
 from dsv3fp8.kernels.quantize import reference
 from dsv3fp8.kernels.quantize import triton as kernels
 from dsv3fp8.precision.formats import E4M3, E5M2, E5M6, Format
@@ -281,3 +282,95 @@ def test_every_code_meets_its_scale(case: str, m: int, n: int, k: int) -> None:
     want = a.decode().double() @ b.decode().double().mT
     for dtype in (torch.float32, torch.bfloat16) if case == "fprop" else (torch.float32,):
         assert torch.equal(gemm.matmul_nt(a, b, dtype, promote), want.to(dtype))
+
+
+# ---- the experts' GEMMs in one launch
+
+PER_GROUP = Tile(128, None)  # as quantizing with `groups` gives it: an expert's one scale at each of its blocks
+LOAD = [0, 2, 0, 1]  # blocks of 128 rows of each expert; one block of none after them
+BLOCKS = torch.tensor([0, 0, 2, 2, 3], dtype=torch.int32)
+GROUPS = torch.tensor([1, 1, 3, -1])
+GROUPED = {  # tiles of the rows and of the weights, parts of K, of N, promotion
+    "hybrid": (ROW_128, BLOCK_128, 2, 1, 128),
+    "halves of N": (ROW_128, BLOCK_128, 1, 2, 128),
+    "tensorwise": (TENSOR, TENSOR, 1, 1, 128),
+    "tensorwise, born in the experts": (PER_GROUP, TENSOR, 1, 1, 256),
+    "rowwise": (ROW, ROW, 1, 1, 128),
+    "rowwise, never": (ROW, ROW, 1, 1, "never"),
+    "blocks": (BLOCK_128, BLOCK_128, 1, 1, 128),
+    "weights 1x128": (ROW_128, ROW_128, 1, 1, 64),
+}
+
+
+def stacked(experts: int, rows: int, k: int, tile: Tile, **parts: int) -> QuantizedTensor:
+    each = [exact(rows, k, tile, seed, E4M3, **parts) for seed in range(experts)]
+    codes, scale = (torch.stack([getattr(one, name) for one in each]) for name in ("codes", "scale"))
+    return replace(each[0], codes=codes, scale=scale, shape=(experts, rows, k))
+
+
+def with_inert_rows(t: QuantizedTensor) -> QuantizedTensor:
+    """Zeros where an expert's last block is not full, poison in the block that is nobody's."""
+    codes = t.codes.clone()
+    codes[200:256], codes[300:384] = 0, 0
+    codes[384:] = torch.nan
+    return replace(t, codes=codes)
+
+
+def of_groups(t: QuantizedTensor) -> QuantizedTensor:
+    """Each expert's blocks with the scales of its first."""
+    return replace(t, scale=t.scale[[0, 0, 2, 3]], one_scale_per_group=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(24, 144), (136, 80)])
+@pytest.mark.parametrize("case", GROUPED)
+def test_rows_meet_the_weights_of_their_expert(case: str, n: int, k: int) -> None:
+    left, right, parts_k, parts_n, promote = GROUPED[case]
+    n, k = n * parts_n, k * parts_k
+    a = with_inert_rows(exact(512, k, left, 5, E5M2 if case == "hybrid" else E4M3, col_parts=parts_k))
+    a = of_groups(a) if left == PER_GROUP else a
+    weights = stacked(4, n, k, right, row_parts=parts_n, col_parts=parts_k)
+    want = torch.zeros(512, n, dtype=torch.float64)
+    for block, expert in enumerate(GROUPS.tolist()):
+        rows = slice(128 * block, 128 * (block + 1))
+        if expert >= 0:
+            want[rows] = a.decode()[rows].double() @ weights[expert].decode().double().mT
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(grouped.grouped_rows(a, weights, GROUPS, dtype, promote), want.to(dtype))
+
+
+GROUPED_WGRAD = {  # tiles of dy and of x, whether they were cast expert by expert, parts of N, promotion
+    "hybrid": (COLUMN_128, COLUMN_128, False, 1, 128),
+    "tensorwise": (TENSOR, TENSOR, False, 1, 128),
+    "tensorwise, born in the experts": (PER_GROUP, TENSOR, True, 1, 256),
+    "both born in the experts": (PER_GROUP, PER_GROUP, True, 1, "never"),
+    "rowwise": (Tile(128, 1), Tile(128, 1), True, 1, 64),
+    "rowwise by columns": (Tile(128, 1), COLUMN_128, True, 1, 128),
+    "blocks": (BLOCK_128, COLUMN_128, False, 2, 128),
+    "blocks of x": (COLUMN_128, BLOCK_128, False, 1, 32),
+}
+
+
+@pytest.mark.parametrize(("n", "k"), [(24, 136), (136, 40)])
+@pytest.mark.parametrize("case", GROUPED_WGRAD)
+def test_weight_gradients_sum_over_the_rows_of_their_expert(case: str, n: int, k: int) -> None:
+    left, right, born, parts, promote = GROUPED_WGRAD[case]
+    dy = with_inert_rows(exact(512, n * parts, left, 7, E5M2 if case == "hybrid" else E4M3, col_parts=parts))
+    x = with_inert_rows(exact(512, k, right, 8))
+    if case == "rowwise by columns":
+        dy = of_groups(dy)
+    elif born:
+        dy, x = (of_groups(t) if t.tile.rows else t for t in (dy, x))
+    want, end = torch.zeros(4, n * parts, k, dtype=torch.float64), 0
+    for expert, blocks in enumerate(LOAD):
+        rows = slice(end, end := end + 128 * blocks)
+        want[expert] = dy.decode()[rows].double().mT @ x.decode()[rows].double()
+    assert torch.equal(grouped.grouped_wgrad(dy, x, BLOCKS, promote), want.float())
+    turned = replace(dy, codes=dy.codes.mT.contiguous().mT)
+    assert torch.equal(grouped.grouped_wgrad(turned, x, BLOCKS, promote), want.float())
+    before = torch.full((4, n * parts, k), 0.5)
+    before[0] = torch.nan  # an expert without rows is left alone
+    into = before.clone()
+    assert grouped.grouped_wgrad(dy, x, BLOCKS, promote, into) is into
+    assert torch.equal(
+        into.nan_to_num(7), torch.where(torch.tensor(LOAD)[:, None, None] > 0, before + want, before).nan_to_num(7).float()
+    )

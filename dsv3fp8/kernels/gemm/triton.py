@@ -20,7 +20,7 @@ from torch import Tensor
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.tiles import QuantizedTensor, ceil_div
 
-_NEVER = 0  # chain length that stands for "never"
+NEVER = 0  # chain length that stands for "never"
 
 
 def reason_against(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | str) -> str | None:
@@ -30,12 +30,12 @@ def reason_against(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | 
             return f"the tensor core has no {operand.format.name}"
         if operand.tile.cols not in (None, 128) or operand.tile.rows not in (None, 1, 128):
             return f"no tensor core sum for tile {operand.tile}"
-    if _once(a, b):
+    if constant_along_k(a, b):
         whole = promote_every in (32, 64, "never") or (isinstance(promote_every, int) and promote_every % 128 == 0)
         return None if whole else f"promote_every={promote_every} ends inside a block of 128"
     if promote_every not in (32, 64, 128):
         return f"promote_every={promote_every} needs scales that are constant along K"
-    if len({_parts_of_k(operand) for operand in (a, b) if operand.tile.cols is not None}) > 1:
+    if len({parts_of_k(operand) for operand in (a, b) if operand.tile.cols is not None}) > 1:
         return "the tiles of the two operands end at different places along K"
     return None
 
@@ -52,13 +52,13 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
     out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
     if m == 0 or n == 0 or k == 0:
         return out.zero_()
-    once = _once(a, b)
-    parts = 1 if once else max(_parts_of_k(a), _parts_of_k(b))
-    codes_a, codes_b = _row_major(a.codes), _row_major(b.codes)
+    once = constant_along_k(a, b)
+    parts = 1 if once else max(parts_of_k(a), parts_of_k(b))
+    codes_a, codes_b = row_major(a.codes), row_major(b.codes)
     scales = "once" if once else "row" if b.tile.rows == 1 else "block"
     # One scale of b for all columns of a block: tiles of 128 rows that start where blocks do.
     one_b_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or n // b.row_parts % 128 == 0))
-    block_m, block_n, block_k = 128, _columns(scales, one_b_scale, promote_every, out_dtype), 128
+    block_m, block_n, block_k = 128, columns(scales, one_b_scale, promote_every, out_dtype), 128
     _gemm_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
         codes_a,
         codes_b,
@@ -71,15 +71,15 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
         parts,
         codes_a.stride(0),
         codes_b.stride(0),
-        *_scale_strides(a),
-        *_scale_strides(b),
+        *scale_strides(a),
+        *scale_strides(b),
         m // a.row_parts,
         n // b.row_parts,
         A_TILE_ROWS=a.tile.rows or 0,
         B_TILE_ROWS=b.tile.rows or 0,
         SCALES=scales,
         ONE_B_SCALE=one_b_scale,
-        CHAIN=_NEVER if promote_every == "never" else promote_every,
+        CHAIN=NEVER if promote_every == "never" else promote_every,
         WHOLE_BLOCKS=k // parts % block_k == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -91,7 +91,7 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
     return out
 
 
-def _columns(scales: str, one_b_scale: bool, promote_every: int | str, out_dtype: torch.dtype) -> int:
+def columns(scales: str, one_b_scale: bool, promote_every: int | str, out_dtype: torch.dtype) -> int:
     """Columns of a program's block: fewer where 128 would run out of registers.
 
     Scales of single columns take some, a change of layout before narrow stores too, and each chain of a block has an
@@ -102,17 +102,17 @@ def _columns(scales: str, one_b_scale: bool, promote_every: int | str, out_dtype
     return 32 if scales == "row" and promote_every == 32 else 64
 
 
-def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+def constant_along_k(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
 
 
-def _parts_of_k(operand: QuantizedTensor) -> int:
+def parts_of_k(operand: QuantizedTensor) -> int:
     """Parts of K at whose ends a tile ends, one where all tiles but the last are whole."""
     cut = operand.tile.cols is not None and operand.shape[-1] // operand.col_parts % 128 != 0
     return operand.col_parts if cut else 1
 
 
-def _row_major(codes: Tensor) -> Tensor:
+def row_major(codes: Tensor) -> Tensor:
     """Codes with K contiguous and rows that start at multiples of 16 bytes, so that loads are wide."""
     raw = codes.view(torch.uint8) if codes.stride(-1) == 1 else codes.contiguous().view(torch.uint8)
     if raw.stride(0) % 16 or raw.data_ptr() % 16:
@@ -120,7 +120,7 @@ def _row_major(codes: Tensor) -> Tensor:
     return raw.view(codes.dtype)
 
 
-def _scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
+def scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
     """Strides of the scale grid along rows and K blocks, 0 where one scale serves all of them."""
     rows, blocks = operand.scale.stride()
     return (0 if operand.tile.rows is None else rows), (0 if operand.tile.cols is None else blocks)
@@ -156,20 +156,59 @@ def _gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    block_m, block_n = _block_of(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
+    block_m, block_n = block_of(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns beyond the edge read the last one again; they are not stored.
     safe_rows, safe_cols = tl.minimum(rows, m - 1), tl.minimum(cols, n - 1)
-    ks = tl.arange(0, BLOCK_K)
-    a_ptrs = a + safe_rows.to(tl.int64)[:, None] * a_stride + ks[None, :]
-    b_ptrs = b + safe_cols.to(tl.int64)[None, :] * b_stride + ks[:, None]
-    a_scales = a_scale + _scale_row(safe_rows, a_part_rows, A_TILE_ROWS) * a_scale_stride
-    if ONE_B_SCALE:
-        b_scales = b_scale + _scale_row(block_n * BLOCK_N, b_part_rows, B_TILE_ROWS) * b_scale_stride
-    else:
-        b_scales = b_scale + _scale_row(safe_cols, b_part_rows, B_TILE_ROWS) * b_scale_stride
+    a_scales = a_scale + scale_row(safe_rows, a_part_rows, A_TILE_ROWS) * a_scale_stride
+    first_col = block_n * BLOCK_N if ONE_B_SCALE else safe_cols
+    b_scales = b_scale + scale_row(first_col, b_part_rows, B_TILE_ROWS) * b_scale_stride
+    acc = products(
+        a + safe_rows.to(tl.int64) * a_stride,
+        b + safe_cols.to(tl.int64) * b_stride,
+        a_scales,
+        b_scales,
+        a_scale_stride_k,
+        b_scale_stride_k,
+        part_k,
+        parts,
+        SCALES,
+        ONE_B_SCALE,
+        CHAIN,
+        WHOLE_BLOCKS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    inside = (rows < m)[:, None] & (cols < n)[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
+
+@triton.jit
+def products(
+    a_rows,
+    b_cols,
+    a_scales,
+    b_scales,
+    a_scale_stride_k,
+    b_scale_stride_k,
+    part_k,
+    parts,
+    SCALES: tl.constexpr,
+    ONE_B_SCALE: tl.constexpr,
+    CHAIN: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The fp32 sums of one block, scales included.
+
+    a_rows [M], b_cols [N], a_scales [M], b_scales [N] or one: where each begins.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs, b_ptrs = a_rows[:, None] + ks[None, :], b_cols[None, :] + ks[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SCALES == "once" and CHAIN > BLOCK_K:
         for start in range(0, part_k, CHAIN):
@@ -199,12 +238,11 @@ def _gemm_kernel(
                     acc = tl.fma(p, _product(s_a, s_b, ONE_B_SCALE, p.shape), acc)
     if SCALES == "once":
         acc = acc * _product(tl.load(a_scales), tl.load(b_scales), ONE_B_SCALE, acc.shape)
-    inside = (rows < m)[:, None] & (cols < n)[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * n + cols[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    return acc
 
 
 @triton.jit
-def _block_of(program, blocks_m, blocks_n):
+def block_of(program, blocks_m, blocks_n):
     """Blocks in bands of eight rows, so that programs that run together share operands in the L2 cache."""
     band = program // (8 * blocks_n)
     height = tl.minimum(blocks_m - band * 8, 8)
@@ -213,7 +251,7 @@ def _block_of(program, blocks_m, blocks_n):
 
 
 @triton.jit
-def _scale_row(row, part_rows, TILE_ROWS: tl.constexpr):
+def scale_row(row, part_rows, TILE_ROWS: tl.constexpr):
     """The row of the scale grid that a row of the matrix reads; parts are tiled each on their own."""
     if TILE_ROWS > 1:
         part = row // part_rows

@@ -47,6 +47,8 @@ def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int =
     n, k = dy.shape[-1], x.shape[-1]
     if (against := _formats(dy, x, COLUMN_128, COLUMN_128)) is not None:
         return against
+    if dy.one_scale_per_group or x.one_scale_per_group:
+        return "an expert's one scale multiplies its finished sum, the Gluon wgrad's each block of 128 tokens"
     if dy.row_parts > 1 or x.row_parts > 1:
         return "tokens are tiled in parts, which the Gluon GEMM's regular grid cannot express"
     if k % 16:
