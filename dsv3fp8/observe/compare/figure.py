@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from dsv3fp8.observe.compare.html import LIGHT, diverged
 from dsv3fp8.observe.compare.tables import subtitle
 
 STYLES = ("-", "--", ":", "-.")
+TITLE_WIDTH = 115  # characters that fit above the curves
 
 
 def draw(data: Mapping[str, Any], out: Path) -> None:
@@ -48,7 +50,7 @@ def draw(data: Mapping[str, Any], out: Path) -> None:
     top.set_ylabel("loss, nats a token")
     window = data["settings"]["window"]
     about = f"{subtitle(data)}\nlines: training, mean of the last {window:,} steps; dots: validation"
-    top.set_title(about, fontsize=8, loc="left")
+    top.set_title("\n".join(fill(line, TITLE_WIDTH) for line in about.splitlines()), fontsize=8, loc="left")
     bottom.set_ylabel("error of training loss, %")
     bottom.set_xlabel("optimizer step")
     for axes in (top, bottom):
