@@ -31,7 +31,7 @@ from dsv3fp8.training.state import begin_checkpoint
 from dsv3fp8.training.step import StepResult, train_step, validate
 
 # Values flushed to zero are counted on every so many logged steps: counting makes a step of the CPU reference 19 % longer.
-# Not where steps are replayed from a graph: a counted one is launched, and its casts run in torch, ten times as long on an H200.
+# Not on a GPU, where a counted step casts in torch, and is no replayed one: ten times as long on an H200.
 FLUSH_EVERY = 10
 
 
@@ -70,7 +70,7 @@ class Loop:
         self.profiler = StepProfiler(profiled, run.directory.profile, self.state.step + 1)
         stack.callback(self.profiler.close)
         self.graph: StepGraph | None = None
-        self._flush_every = FLUSH_EVERY * self.training.log_every if run.steps.backend != "graph" else 0
+        self._flush_every = FLUSH_EVERY * self.training.log_every if run.device.type == "cpu" else 0
         if run.steps.backend == "graph":
             launched = None if self.training.cuda_graph else self._say_launched
             self.graph = StepGraph(run.model, run.optimizer, self.training.clip, run.ranks, launched)
