@@ -31,6 +31,7 @@ WARM_UP = 2  # steps of the shape before it is recorded: kernels are compiled an
 # What has to be free beside a graph, in sizes of the graph: a step outside of it, whose blocks lie a little differently.
 ROOM = 1.1
 SYNCHRONIZING = "called a synchronizing CUDA operation"  # torch's words for what no graph can hold
+PROTOTYPE = "Synchronization debug mode is a prototype feature"  # and, once, about telling us so
 
 
 def reasons_to_launch(config: RunConfig, device: torch.device) -> list[str]:
@@ -218,7 +219,7 @@ def _watching() -> Iterator[list[str]]:
     for each in seen:
         if SYNCHRONIZING in str(each.message):
             waits.append(f"it waits for the GPU, at {each.filename}:{each.lineno}")
-        else:
+        elif PROTOTYPE not in str(each.message):
             warnings.warn_explicit(str(each.message), each.category, each.filename, each.lineno, registry=told)
 
 

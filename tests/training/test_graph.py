@@ -1,6 +1,7 @@
 """Which steps a CUDA graph may take: played without one. That replays equal launched steps is tested on a GPU."""
 
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,27 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(nano: Any, taken: list[st
         steps.step([batch()], lr=1e-3)
     assert taken == ["launched"] * 4
     assert said == ["it waits"]
+
+
+def test_what_waits_for_the_gpu_is_seen_and_other_warnings_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = [0]
+
+    def switch(mode: Any) -> None:
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+    with warnings.catch_warnings(record=True) as passed_on:
+        warnings.simplefilter("always")
+        with graph._watching() as waits:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+    assert [str(each.message) for each in passed_on] == ["something else"]
+    (wait,) = waits
+    assert wait.startswith(f"it waits for the GPU, at {__file__}:")
+    assert modes == [0, "warn", 0]
 
 
 @pytest.mark.parametrize(("graph_bytes", "free", "fits"), [(10, 11, True), (100, 109, False), (0, 0, True)])
