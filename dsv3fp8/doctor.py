@@ -116,7 +116,7 @@ def backends(
     recipe: "Recipe", device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
 ) -> list[str]:
     """For each backend taken on this device, and each reason: the ops. `shapes` and `isolated`: see `explain`."""
-    from dsv3fp8.kernels.backend import explain
+    from dsv3fp8.kernels.explain import explain
 
     groups: dict[str, list[str]] = {}
     for op, choice in explain(recipe, device, shapes, isolated):

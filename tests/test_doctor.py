@@ -13,7 +13,8 @@ import dsv3fp8
 from dsv3fp8 import cli, doctor
 from dsv3fp8.config import load_config
 from dsv3fp8.kernels import backend
-from dsv3fp8.kernels.backend import Choice, explain
+from dsv3fp8.kernels.backend import Choice
+from dsv3fp8.kernels.explain import explain
 from dsv3fp8.model.manifest import precision_manifest
 from dsv3fp8.precision.recipe import LINEAR_OPS
 

@@ -1,13 +1,12 @@
-"""Which backend an op takes, and why. The one place that chooses; `doctor` and every run's manifest ask it.
+"""Which backend an op takes, and why. The one place that chooses; kernels/explain.py asks it for all ops of a recipe.
 
 There is no silent fallback: whatever is taken comes with its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from dsv3fp8.kernels.gemm import cublaslt, emulated, reference
 from dsv3fp8.kernels.quantize import reference as quantize_reference
 from dsv3fp8.precision import ledger
-from dsv3fp8.precision.formats import E5M6, Format
-from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
-from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, Operand, QuantizedTensor, Tile, grid_size
+from dsv3fp8.precision.formats import Format
+from dsv3fp8.precision.recipe import GemmSpec
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, Operand, QuantizedTensor, Tile
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ def _against_gluon(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, out_d
     return grouped.reason_against_rows(a, b, out_dtype)
 
 
-_LOOP = "a GEMM per expert: "
+LOOP = "a GEMM per expert: "
+"""What the reasons for a loop over experts begin with."""
 _TOGETHER = "one launch for all experts"
 
 
@@ -128,13 +128,13 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
     if not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
         return _choose_plain_groups(a, b, gemm, out_dtype)
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        return Choice("loop", f"{_LOOP}one operand only is quantized")
+        return Choice("loop", f"{LOOP}one operand only is quantized")
     against = hopper_reason(a.codes.device)
     if against is None and spec.accumulator == "fp32":
         against = "accumulator: fp32 was asked for"
     against = against or triton_reason()
     if against is not None:
-        return Choice("loop", f"{_LOOP}{against}")
+        return Choice("loop", f"{LOOP}{against}")
     from dsv3fp8.kernels.gemm import triton_grouped
     from dsv3fp8.kernels.gemm.gluon import grouped
 
@@ -149,7 +149,7 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
     beside = reason(a, b, spec.promote_every)
     if beside is None:
         return Choice("triton", f"{against}: {_TOGETHER}, FP8 on Hopper tensor cores, {_promoted(spec)}", True)
-    return Choice("loop", f"{_LOOP}{against}; {beside}")
+    return Choice("loop", f"{LOOP}{against}; {beside}")
 
 
 def _choose_plain_groups(a: Tensor, b: Tensor, gemm: str, out_dtype: torch.dtype) -> Choice:
@@ -160,7 +160,7 @@ def _choose_plain_groups(a: Tensor, b: Tensor, gemm: str, out_dtype: torch.dtype
         against = grouped_bf16.reason_against(a, b, out_dtype, gemm)
     if against is None:
         return Choice("triton" if gemm == "wgrad" else "torch", f"not quantized: {_TOGETHER}, fp32 sums")
-    return Choice("loop", f"{_LOOP}not quantized; {against}")
+    return Choice("loop", f"{LOOP}not quantized; {against}")
 
 
 def grouped_rows(
@@ -405,114 +405,3 @@ def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> 
     if device_capability(device.index or 0)[0] < 9:
         return Choice("reference", "cuDNN attention with unequal head sizes needs sm_90")
     return Choice("cudnn", "cuDNN through PyTorch")
-
-
-def explain(
-    recipe: Recipe, device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
-) -> list[tuple[str, Choice]]:
-    """(op, choice) of every op under a recipe on a device, without running anything heavy.
-
-    shapes: (in, out) features of each linear; one that is not given stands for a large one of whole tiles.
-    isolated: documents are kept apart in attention.
-    """
-    rows = []
-    for op in LINEAR_OPS if recipe.linears == "ours" else ():
-        spec = recipe.linear(op)
-        for gemm, (left, right) in _sample_gemms(spec, device, (shapes or {}).get(op, (8192, 8192))).items():
-            wide = gemm == "wgrad" or (op, gemm) in _SUMMED_IN_FP32
-            choice = choose_gemm(left, right, spec, torch.float32 if wide else torch.bfloat16)
-            if op.startswith("expert_"):
-                choice = _in_groups(choice, left, right, spec, gemm)
-            rows.append((f"{op}.{gemm}", choice))
-    if recipe.linears == "te":
-        from dsv3fp8.kernels import te
-
-        rows += [(f"{op}.{gemm}", te.choose(device)) for op in LINEAR_OPS for gemm in ("fprop", "dgrad", "wgrad")]
-    dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
-    rows.append(("attention", choose_attention(device, dtype, masked=isolated)))
-    rows += _casts(recipe, device)
-    from dsv3fp8.kernels import elementwise, moe, outer
-
-    act = recipe.linear("expert_down").input
-    rows += elementwise.explain(device, dtype, act.storage if act.quantized else None)
-    rows += outer.explain(device, dtype)
-    rows += moe.explain(device, dtype)
-    return rows
-
-
-def reads_counts(recipe: Recipe, device: torch.device, shapes: Mapping[str, tuple[int, int]]) -> str | None:
-    """Why a step reads back from the device how many rows each expert has, or None where it does not.
-
-    Where no launch takes all experts, the host launches a GEMM for each that has rows.
-    """
-    if recipe.linears == "te":
-        return "Transformer Engine's grouped linears take the counts from the host"
-    taken = (row for row in explain(recipe, device, shapes) if row[0].startswith("expert_"))
-    return next((f"{op} takes {choice.reason}" for op, choice in taken if choice.reason.startswith(_LOOP)), None)
-
-
-def _in_groups(alone: Choice, left: Operand, right: Operand, spec: GemmSpec, gemm: str) -> Choice:
-    """The choice for experts, whose GEMMs one launch may take together; alone: the choice for one of them."""
-    if gemm == "wgrad":
-        left, right = (x.transposed() if isinstance(x, QuantizedTensor) else x.mT for x in (left, right))
-    out_dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
-    together = choose_grouped(left, right, spec, gemm, out_dtype)
-    if together.backend != "loop":
-        return together
-    against = together.reason.removeprefix(_LOOP)
-    why = alone.reason if alone.reason.startswith(against) else f"{against}; each: {alone.reason}"
-    return Choice(alone.backend, f"{_LOOP}{why}", alone.exact)
-
-
-def _casts(recipe: Recipe, device: torch.device) -> list[tuple[str, Choice]]:
-    """A row for every format and tile that the recipe casts to, and one for re-tiling what is kept."""
-    given = torch.ones(1, 1)
-    rows: dict[str, Choice] = {}
-    if recipe.attention_cache == "e5m6":
-        rows[f"quantize {E5M6.name} {ROW_128}"] = choose_quantize(device, E5M6, ROW_128)
-    for spec in map(recipe.linear, LINEAR_OPS):
-        for role in (getattr(spec, name) for name in ROLES):
-            for k_axis in (1, 0) if role.quantized else ():
-                tile, kept = role.tile_along(k_axis), role.scaling != "current"
-                name = f"quantize {role.format} {tile}" + (f" {role.scaling}" if kept else "")
-                rows[name] = choose_quantize(device, role.storage, tile, scale=given if kept else None)
-        if spec.input.quantized and spec.input.tile == "1x128":
-            sample = _sample(spec.input, 128, 128, device=device, plain=torch.float32)
-            assert isinstance(sample, QuantizedTensor)
-            tile = spec.input.tile_along(0)
-            rows[f"re-tile {spec.input.format} {sample.tile} to {tile}"] = choose_quantize(
-                device, spec.input.storage, tile, source=sample
-            )
-    return list(rows.items())
-
-
-_SUMMED_IN_FP32 = {("out", "fprop"), ("q", "dgrad"), ("q_a", "dgrad"), ("kv_a", "dgrad")}
-"""GEMMs whose result is added to something before it is rounded; wgrads aside."""
-
-
-def _sample_gemms(spec: GemmSpec, device: torch.device, shape: tuple[int, int]) -> dict[str, tuple[Operand, Operand]]:
-    """Operands of the sizes and tiles of the real ones, 128 tokens: a fused projection's outputs are tiled in two parts."""
-    (inputs, outputs), parts, tokens = shape, 2 if spec.op.endswith("gate_up") else 1, 128
-    sample = partial(_sample, device=device, plain=torch.bfloat16 if spec.compute == "bf16" else torch.float32)
-    return {
-        "fprop": (sample(spec.input, tokens, inputs), sample(spec.weight, outputs, inputs, row_parts=parts)),
-        "dgrad": (
-            sample(spec.gradient, tokens, outputs, col_parts=parts),
-            sample(spec.weight, inputs, outputs, col_parts=parts),
-        ),
-        "wgrad": (sample(spec.gradient, outputs, tokens, row_parts=parts), sample(spec.input, inputs, tokens)),
-    }
-
-
-def _sample(
-    spec: OperandSpec, rows: int, cols: int, *, device: torch.device, plain: torch.dtype, row_parts: int = 1, col_parts: int = 1
-) -> Operand:
-    """An operand of one row's memory: what chooses reads formats, tiles, sizes and strides. plain: its dtype, not quantized."""
-    if not spec.quantized:
-        return torch.empty(cols, dtype=plain, device=device).expand(rows, cols)
-    tile = spec.tile_along(1)
-    row_parts, col_parts = (1 if tile.rows is None else row_parts), (1 if tile.cols is None else col_parts)
-    codes = torch.empty(cols, dtype=spec.storage.dtype, device=device).expand(rows, cols)
-    grid = grid_size(rows, tile.rows, row_parts), grid_size(cols, tile.cols, col_parts)
-    scale = torch.empty(grid[1], device=device).expand(grid)
-    return QuantizedTensor(codes, scale, spec.storage, tile, (rows, cols), spec.scale, row_parts, col_parts)

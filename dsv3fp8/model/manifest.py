@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dsv3fp8.kernels.backend import Choice, explain
+from dsv3fp8.kernels.backend import Choice
+from dsv3fp8.kernels.explain import explain
 from dsv3fp8.kernels.te import INSIDE
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.precision.recipe import LINEAR_OPS, OperandSpec, Recipe

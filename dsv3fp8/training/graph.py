@@ -15,7 +15,8 @@ from torch import Tensor
 from dsv3fp8.config import RunConfig
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels import outer
-from dsv3fp8.kernels.backend import Choice, reads_counts
+from dsv3fp8.kernels.backend import Choice
+from dsv3fp8.kernels.explain import reads_counts
 from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.model.targets import Totals
 from dsv3fp8.parallel.ranks import ALONE, Ranks

@@ -18,6 +18,7 @@ from test_triton_compiles import compiled, resources
 
 from dsv3fp8.config import load_config
 from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.explain import explain, reads_counts
 from dsv3fp8.kernels.gemm import emulated, triton_grouped
 from dsv3fp8.kernels.quantize.reference import quantize
 from dsv3fp8.model.manifest import linear_shapes
@@ -119,8 +120,8 @@ def test_on_hopper_no_recipe_takes_a_gemm_per_expert(name: str, monkeypatch: pyt
     monkeypatch.setattr(backend, "against_triton", lambda _: None)
     config = load_config(["model=small", f"recipe={name}"])
     shapes, device = linear_shapes(config.model), torch.device("cpu")
-    assert backend.reads_counts(config.recipe, device, shapes) is None
-    rows = {op: choice for op, choice in backend.explain(config.recipe, device, shapes) if op.startswith("expert_")}
+    assert reads_counts(config.recipe, device, shapes) is None
+    rows = {op: choice for op, choice in explain(config.recipe, device, shapes) if op.startswith("expert_")}
     assert len(rows) == 6
     for choice in rows.values():
         assert "one launch for all experts" in choice.reason
@@ -145,7 +146,7 @@ def test_scales_of_an_expert_multiply_its_finished_sum(
 def test_one_operand_that_is_not_quantized_is_looped_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "hopper_reason", lambda _: None)
     config = load_config(["model=small", "recipe=dsv3", "recipe.roles.weight.format=none"])
-    reason = backend.reads_counts(config.recipe, torch.device("cpu"), linear_shapes(config.model))
+    reason = reads_counts(config.recipe, torch.device("cpu"), linear_shapes(config.model))
     assert str(reason).startswith("expert_gate_up.fprop takes a GEMM per expert: one operand only is quantized")
 
 

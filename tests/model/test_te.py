@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsv3fp8 import cli
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels import te
-from dsv3fp8.kernels.backend import explain
+from dsv3fp8.kernels.explain import explain
 from dsv3fp8.model.manifest import format_manifest
 from dsv3fp8.model.te import TELinear
 from dsv3fp8.model.te_experts import TERoutedExperts, row_splits
