@@ -14,7 +14,7 @@ import inspect
 import math
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsv3fp8.errors import UserError
@@ -140,6 +140,34 @@ def key_values(arguments: list[str], example: str) -> dict[str, str]:
         if not equals:
             raise UserError(f"{argument}: expected key=value, such as {example}")
     return {key: text for key, _, text in words}
+
+
+def split_words(
+    cls: type, arguments: Sequence[str], example: str, beside: Collection[str], also: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """(values of `cls`, a command's own keys, for `build`; the words left, for the settings of a run).
+
+    UserError for a word that is none, with an example, and for a key without a dot that is neither its own nor in `beside`.
+    also: what that error names behind the own keys.
+    """
+    own = [key for key, _, _ in leaves(cls)]
+    sections = field_types(cls).keys() - {*own}
+    values: dict[str, Any] = {}
+    rest = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals:
+            raise UserError(f"{argument}: expected key=value, such as {example}")
+        if dot and section in sections:
+            values.setdefault(section, {})[name] = text
+        elif key in own:
+            values[key] = text
+        elif not dot and key not in beside:
+            raise UserError(f"{key}: no such key; {suggest(key, own) or 'there are ' + ', '.join((*own, *also))}")
+        else:
+            rest.append(argument)
+    return values, rest
 
 
 def suggest(name: str, known: list[str]) -> str:

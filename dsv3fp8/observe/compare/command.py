@@ -18,7 +18,7 @@ from dsv3fp8.observe.compare.report import NAMES, write_report
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
 from dsv3fp8.observe.compare.tables import findings, subtitle, tables_of, title
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.schema import build, leaves, suggest
+from dsv3fp8.schema import build, leaves, split_words, suggest
 from dsv3fp8.training.config import LoggingConfig
 from dsv3fp8.training.run_directory import RunDirectory
 
@@ -99,22 +99,12 @@ def report(arguments: list[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> tuple[CompareConfig, list[str]]:
     """The command's own keys, and the words that go to every run. Raises UserError."""
-    own = [key for key, _, _ in leaves(CompareConfig)]
-    pairs, rest = {}, []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals:
-            raise UserError(f"{argument}: expected key=value, such as {EXAMPLE}; or `compare report RUN_DIR…`")
-        if key in own:
-            pairs[key] = text
-        elif "." not in key and key not in (*GROUPS, "config", "run_dir", "resume"):
-            known = f"there are {', '.join(own)}, and those of `train`"
-            raise UserError(f"{key}: no such key; {suggest(key, own) or known}")
-        else:
-            rest.append(argument)
-    if "recipes" not in pairs:
+    beside = (*GROUPS, "config", "run_dir", "resume")
+    example = f"{EXAMPLE}; or `compare report RUN_DIR…`"
+    values, rest = split_words(CompareConfig, arguments, example, beside, ("and those of `train`",))
+    if "recipes" not in values:
         raise UserError(f"recipes: no value given; name some, as in `dsv3fp8 compare {EXAMPLE}`")
-    return build(CompareConfig, pairs), rest
+    return build(CompareConfig, values), rest
 
 
 def help_text() -> str:

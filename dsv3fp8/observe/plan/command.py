@@ -18,7 +18,7 @@ from dsv3fp8.observe.plan.table import plan_text
 from dsv3fp8.observe.plan.timing import Speeds, timing
 from dsv3fp8.observe.plan.weights import units
 from dsv3fp8.observe.plan.wire import exchange_bytes, transfers
-from dsv3fp8.schema import build, leaves, suggest
+from dsv3fp8.schema import build, leaves, split_words
 
 HELP = ("-h", "--help", "help")
 RUN_KEYS = ("model", "recipe", "optimizer", "training.batch", "training.context", "training.accumulate")
@@ -53,24 +53,8 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> tuple[PlanConfig, RunConfig]:
     """The command's own keys, and the settings that the other words choose. Raises UserError."""
-    own = list(vars(PlanConfig()))
-    values: dict[str, Any] = {}
-    rest = []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        first, _, last = key.partition(".")
-        if not equals:
-            raise UserError(f"{argument}: expected key=value, such as model=v3_671b gpus=2048")
-        if first in ("parallel", "rates") and last:
-            values.setdefault(first, {})[last] = text
-        elif key in own and key not in ("parallel", "rates"):
-            values[key] = None if text == "null" else text
-        elif not last and key not in (*GROUPS, "config"):
-            known = [name for name, _, _ in leaves(PlanConfig)]
-            raise UserError(f"{key}: no such key; {suggest(key, known) or 'there are ' + ', '.join((*known, *RUN_KEYS))}")
-        else:
-            rest.append(argument)
-    return build(PlanConfig, values), load_config(rest)
+    values, rest = split_words(PlanConfig, arguments, "model=v3_671b gpus=2048", (*GROUPS, "config"), RUN_KEYS)
+    return build(PlanConfig, {key: None if text == "null" else text for key, text in values.items()}), load_config(rest)
 
 
 def planned(config: PlanConfig, settings: RunConfig) -> Planned:

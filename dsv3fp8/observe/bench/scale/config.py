@@ -12,7 +12,7 @@ from dsv3fp8.config import GROUPS, load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.bench.scale.exchange import FULL, TINY, ExchangeSize
 from dsv3fp8.observe.bench.scale.layouts import KINDS, Row
-from dsv3fp8.schema import build, leaves, suggest
+from dsv3fp8.schema import build, split_words
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 
@@ -113,24 +113,14 @@ def parse(arguments: list[str]) -> tuple[ScaleConfig, list[str]]:
     """The command's own keys, and the words for the settings of a run. Raises UserError for what cannot be."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("bench scale starts its own processes: start it without torchrun")
-    own = list(vars(ScaleConfig()))
-    values: dict[str, str | None] = {}
-    rest = []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals:
-            raise UserError(f"{argument}: expected key=value, such as gpus=2 model=medium")
-        if key in own:
-            values[key] = None if text == "null" else text
-            continue
-        instead = {"recipe": "recipes=", "parallel": "only=", "experiment": "model= and keys of training"}
-        if key.split(".")[0] == "parallel" or key in instead:
-            raise UserError(f"{argument}: bench scale takes {instead[key.split('.')[0]]} instead")
-        if "." not in key and key not in GROUPS:
-            known = [name for name, _, _ in leaves(ScaleConfig)]
-            raise UserError(f"{key}: no such key; {suggest(key, known) or 'there are ' + ', '.join(known)}")
-        rest.append(argument)
-    return build(ScaleConfig, values), rest
+    values, rest = split_words(ScaleConfig, arguments, "gpus=2 model=medium", GROUPS)
+    instead = {"recipe": "recipes=", "parallel": "only=", "experiment": "model= and keys of training"}
+    for word in rest:
+        key = word.partition("=")[0]
+        group = "parallel" if key.startswith("parallel.") else key
+        if group in instead:
+            raise UserError(f"{word}: bench scale takes {instead[group]} instead")
+    return build(ScaleConfig, {key: None if text == "null" else text for key, text in values.items()}), rest
 
 
 def words_of(config: ScaleConfig, given: list[str], row: Row) -> list[str]:
