@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.kernels.backend import hopper_reason
 from dsv3fp8.observe.bench import layer as layers
 from dsv3fp8.observe.bench import linears, peers, steps
 from dsv3fp8.observe.bench.casts import attention_tables, cast_tables
@@ -23,6 +22,7 @@ from dsv3fp8.observe.bench.exchange import exchange_tables
 from dsv3fp8.observe.bench.fused import fused_tables
 from dsv3fp8.observe.bench.gemms import dense_tables
 from dsv3fp8.observe.bench.grouped import grouped_tables
+from dsv3fp8.observe.bench.hopper import lacks_hopper
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
 from dsv3fp8.observe.bench.outer import outer_tables
 from dsv3fp8.observe.bench.page import page, rewrite, shown
@@ -118,13 +118,8 @@ def main(arguments: list[str]) -> int:
     recipes = [recipe_named(name) for name in config.names]
     _check_recipes(kind, recipes)
     device = select_device(config.device)
-    against = None if config.sizes == "tiny" and config.device == "cpu" else hopper_reason(device)
-    if against is not None:
-        print(
-            f"dsv3fp8: error: bench {kind} needs a Hopper GPU (H100, H200) and torch for CUDA 12.9 or later: {against}; "
-            "device=cpu sizes=tiny tries the command out",
-            file=sys.stderr,
-        )
+    tried_out = config.sizes == "tiny" and config.device == "cpu"
+    if not tried_out and lacks_hopper(device, f"bench {kind} needs a Hopper GPU"):
         return 1
     out = writable_directory(config.out, f"{kind}.json", f"{kind}.md")
     started = time.monotonic()

@@ -11,7 +11,7 @@ import torch
 from dsv3fp8 import cli
 from dsv3fp8.kernels import te
 from dsv3fp8.kernels.backend import FASTER_UP_TO_K
-from dsv3fp8.observe.bench import casts, command, linears, peers, timing
+from dsv3fp8.observe.bench import casts, command, hopper, linears, peers, timing
 from dsv3fp8.observe.bench.operands import Setting, recipe_named
 from dsv3fp8.observe.bench.rates import Case, Way
 from dsv3fp8.observe.bench.sizes import TINY
@@ -307,15 +307,16 @@ def test_each_part_names_its_bytes_as_the_tensors_have_them() -> None:
         assert case.work == sum(x.nbytes for x in (*tensors, *results)), case.name
 
 
+@pytest.mark.parametrize(("kind", "needed"), [("kernels", "a Hopper GPU"), ("scale", "Hopper GPUs")])
 def test_without_a_hopper_gpu_one_line_says_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, needed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "hopper_reason", lambda device: "cpu has no FP8 tensor cores")
-    assert cli.main(["bench", "kernels", f"out={tmp_path}/out"]) == 1
+    monkeypatch.setattr(hopper, "hopper_reason", lambda device: "cpu has no FP8 tensor cores")
+    assert cli.main(["bench", kind, f"out={tmp_path}/out"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "dsv3fp8: error: bench kernels needs a Hopper GPU (H100, H200) and torch for CUDA 12.9 or later: "
+        f"dsv3fp8: error: bench {kind} needs {needed} (H100, H200) and torch for CUDA 12.9 or later: "
         "cpu has no FP8 tensor cores; device=cpu sizes=tiny tries the command out\n"
     )
     assert not (tmp_path / "out").exists()

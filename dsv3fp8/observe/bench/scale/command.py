@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from dsv3fp8.config import load_config
 from dsv3fp8.errors import UserError
-from dsv3fp8.kernels.backend import hopper_reason
+from dsv3fp8.observe.bench.hopper import lacks_hopper
 from dsv3fp8.observe.bench.operands import recipe_named
 from dsv3fp8.observe.bench.scale.config import MODES, ScaleConfig, parse, words_of
 from dsv3fp8.observe.bench.scale.exchange import measure_exchange
@@ -40,13 +39,8 @@ def main(arguments: list[str]) -> int:
     words = [words_of(config, given, row) for row in todo]  # what no row can be told is an error now
     settings = load_config(words[0])
     device = select_device(config.device)
-    against = hopper_reason(device) if device.type == "cuda" or config.sizes == "full" else None
-    if against is not None:
-        print(
-            f"dsv3fp8: error: bench scale needs Hopper GPUs (H100, H200) and torch for CUDA 12.9 or later: {against}; "
-            "device=cpu sizes=tiny tries the command out",
-            file=sys.stderr,
-        )
+    measured = device.type == "cuda" or config.sizes == "full"
+    if measured and lacks_hopper(device, f"bench {KIND} needs Hopper GPUs"):
         return 1
     out = writable_directory(config.out, f"{KIND}.json", f"{KIND}.md")
     started = time.monotonic()
