@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.training.checkpoint_directory import flush
+from dsv3fp8.training.checkpoint_directory import flush, in_gb
 
 TEMPORARY = ".writing-"
 # Room for the small files beside the tensors.
@@ -56,4 +56,4 @@ def new_directory(key: str, path: Path) -> Iterator[Path]:
 
 def in_words(size: int) -> str:
     """A number of bytes as a person reads it."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    return in_gb(size) if size >= 1e8 else f"{size / 1e6:.3g} MB"

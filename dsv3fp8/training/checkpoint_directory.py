@@ -73,7 +73,7 @@ def cannot_write(directory: Path, file: str, reason: str) -> str:
     previous = f"the checkpoint of step {kept[-1][0]} is kept" if kept else "no earlier checkpoint exists"
     free = shutil.disk_usage(directory).free if directory.is_dir() else 0
     return (
-        f"cannot write checkpoint {file} in {directory}: {reason} ({_gb(free)} free); {previous}: free some space or set "
+        f"cannot write checkpoint {file} in {directory}: {reason} ({in_gb(free)} free); {previous}: free some space or set "
         "run_dir= or training.keep= and run again"
     )
 
@@ -87,7 +87,7 @@ def check_space(directory: Path, needed: int, keep: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < missing:
         raise UserError(
-            f"run_dir={directory.parent} has {_gb(free)} free, but its checkpoints need {_gb(missing)} more: free some "
+            f"run_dir={directory.parent} has {in_gb(free)} free, but its checkpoints need {in_gb(missing)} more: free some "
             f"space, set run_dir= to another disk, training.keep={keep} to fewer or optimizer.moments=bf16"
         )
 
@@ -97,10 +97,11 @@ def check_file_size(directory: Path, largest: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < largest:
         raise UserError(
-            f"run_dir={directory.parent}: this process may write files of at most {_gb(limit)} (ulimit -f), but a "
-            f"checkpoint needs {_gb(largest)}: raise the limit"
+            f"run_dir={directory.parent}: this process may write files of at most {in_gb(limit)} (ulimit -f), but a "
+            f"checkpoint needs {in_gb(largest)}: raise the limit"
         )
 
 
-def _gb(size: int) -> str:
+def in_gb(size: int) -> str:
+    """A number of bytes in GB, however few they are."""
     return f"{size / 1e9:.3g} GB"

@@ -11,7 +11,7 @@ from pathlib import Path
 from dsv3fp8.errors import UserError
 from dsv3fp8.schema import build, key_values, leaves
 from dsv3fp8.training.checkpoint import Checkpoint, open_checkpoint
-from dsv3fp8.training.checkpoint_directory import flush
+from dsv3fp8.training.checkpoint_directory import flush, in_gb
 from dsv3fp8.training.checkpoint_file import write_file
 from dsv3fp8.training.state import weight_names
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     config = build(ConsolidateConfig, key_values(arguments, "run=runs/tiny-dsv3 out=tiny.safetensors"))
     checkpoint = open_checkpoint(config.run, config.step)
     count, size = consolidate(checkpoint, Path(config.out))
-    print(f"{config.out}: {count} tensors, {size / 1e9:.3g} GB, of step {checkpoint.state['step']} of {config.run}")
+    print(f"{config.out}: {count} tensors, {in_gb(size)}, of step {checkpoint.state['step']} of {config.run}")
     return 0
 
 
