@@ -42,6 +42,23 @@ def build(cls: type[T], data: Mapping[str, Any]) -> T:
     return value
 
 
+def build_words(cls: type[T], words: Mapping[str, Any]) -> T:
+    """`build` from the words of a command line, which nobody has read as YAML: `null` is None for a key that may be that."""
+    return build(cls, _with_nulls(cls, words))
+
+
+def _with_nulls(cls: Any, words: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = field_types(cls)
+
+    def read(key: str, word: Any) -> Any:
+        kind = kinds.get(key)
+        if isinstance(word, Mapping):
+            return _with_nulls(_without_none(kind), word)
+        return None if word == "null" and _without_none(kind) is not kind else word
+
+    return {key: read(key, word) for key, word in words.items()}
+
+
 def to_plain(value: Any) -> Any:
     """The dataclass as nested dicts, lists and scalars: what `build` takes and YAML or JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -168,6 +185,11 @@ def split_words(
         else:
             rest.append(argument)
     return values, rest
+
+
+def shown(value: Any) -> str:
+    """A value as one would give it: null, true and false, all else as text."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def suggest(name: str, known: list[str]) -> str:

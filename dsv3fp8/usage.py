@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dsv3fp8.config import GROUPS, RunConfig, config_dir, group_options, load_config
-from dsv3fp8.schema import leaves, name_of
+from dsv3fp8.schema import leaves, name_of, shown
 from dsv3fp8.yaml_text import read_yaml
 
 _HEAD = """\
@@ -57,9 +57,7 @@ def _value(settings: dict[str, Any], key: str) -> Any:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{…}" if value else "{}"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    return shown(value)
 
 
 def _entry(name: str, text: str, indent: int, width: int) -> list[str]:

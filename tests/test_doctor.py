@@ -31,7 +31,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, dsv3fp8
 names = [module.name for module in pkgutil.walk_packages(dsv3fp8.__path__, "dsv3fp8.")]
 for name in names:
-    triton = name.endswith(".triton") or ".gluon" in name or ".quantize." in name and not name.endswith(".reference")
+    triton = ".triton" in name or ".gluon" in name or ".quantize." in name and not name.endswith(".reference")
     if name != "dsv3fp8.__main__" and not triton:
         importlib.import_module(name)
 print(len(names))

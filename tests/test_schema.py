@@ -8,7 +8,7 @@ import pytest
 
 from dsv3fp8.config import RunConfig
 from dsv3fp8.errors import UserError
-from dsv3fp8.schema import build, field_notes, find_type, is_text, leaves, to_plain
+from dsv3fp8.schema import build, build_words, field_notes, find_type, is_text, leaves, to_plain
 from dsv3fp8.yaml_text import read_yaml
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -88,7 +88,7 @@ def test_a_rate_is_a_float_however_it_was_read(value: object) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "want"),
     [("steps", 1e3, 1000), ("steps", "12", 12), ("flag", "off", False), ("flag", "Yes", True), ("every", "32", 32),
-     ("every", "never", "never"), ("note", None, None), ("tags", ["no", "1e5"], ["no", "1e5"])],
+     ("every", "never", "never"), ("note", None, None), ("note", "null", "null"), ("tags", ["no", "1e5"], ["no", "1e5"])],
 )  # fmt: skip
 def test_values_that_fit(key: str, value: object, want: object) -> None:
     got = getattr(build(Inner, {"rate": 1.0, key: value}), key)
@@ -107,6 +107,16 @@ def test_a_value_of_the_wrong_type_is_refused_by_key_and_type(key: str, value: o
     text = complaint({"inner": {"rate": 1.0, key: value}, "name": "x"})
     assert f"inner.{key}=" in text
     assert f"expected {expected}" in text
+
+
+def test_the_word_null_of_a_command_line_is_none_where_a_key_may_be_that() -> None:
+    words = {"name": "null", "inner": {"rate": "2", "note": "null"}}
+    built = build_words(Outer, words)
+    assert (built.name, built.inner.note) == ("null", None)
+    with pytest.raises(UserError, match=r"inner\.rate=null: expected a number"):
+        build_words(Outer, {"name": "x", "inner": {"rate": "null"}})
+    with pytest.raises(UserError, match="nme: no such key"):
+        build_words(Outer, {"name": "x", "inner": {"rate": "1"}, "nme": "null"})
 
 
 def test_a_number_for_text_is_answered_with_the_quotes_it_needs() -> None:

@@ -19,7 +19,7 @@ from dsv3fp8.hub.tokenizer import generation_config, tokenizer_files
 from dsv3fp8.hub.weights import Weights
 from dsv3fp8.hub.whole import check_new, in_words, new_directory
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.schema import build, key_values, leaves
+from dsv3fp8.schema import build_words, key_values, leaves
 
 HELP = ("-h", "--help", "help")
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
-    export(build(ExportConfig, key_values(arguments, "export runs/tiny-dsv3 out=tiny-hf format=bf16")))
+    export(build_words(ExportConfig, key_values(arguments, "export runs/tiny-dsv3 out=tiny-hf format=bf16")))
     return 0
 
 

@@ -5,21 +5,20 @@ The pages in docs/results are drawn with it, from the metrics.jsonl that lies be
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.training.metrics import read_metrics
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def records_of(run: Path) -> list[dict[str, Any]]:
     """The records of a run directory, or of a metrics file itself; a half-written last line is left out."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise UserError(f"{path} does not exist: give a run directory or a metrics.jsonl")
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
+    records = read_metrics(path)
     if not records:
         raise UserError(f"{path} holds no step yet: let the run log one")
     return records
@@ -57,7 +56,14 @@ def draw_curves(
         top.plot(steps, [loss for _, loss in trained], color=color, alpha=0.25, linewidth=0.8)
         top.plot(steps, average, color=color, label=f"{name}, training, smoothed", linewidth=1.6, dashes=dashes)
         validated = [(r["step"], r["validation_loss"]) for r in records if r.get("validation_loss") is not None]
-        top.plot(*zip(*validated, strict=True), "o", color=color, markersize=5, label=f"{name}, validation")
+        top.plot(
+            [step for step, _ in validated],
+            [loss for _, loss in validated],
+            "o",
+            color=color,
+            markersize=5,
+            label=f"{name}, validation",
+        )
         curves[name] = dict(zip(steps, average, strict=True))
     first, *others = curves
     for name, other in pairs if pairs is not None else [(name, first) for name in others]:
@@ -87,7 +93,7 @@ def main(arguments: list[str]) -> int:
         elif name == "compare":
             pairs.append(value)
         else:
-            runs[name if equals else Path(value).name] = read_metrics(Path(value))
+            runs[name if equals else Path(value).name] = records_of(Path(value))
     if out is None or not runs:
         raise UserError("give out=PICTURE.png and at least one run directory")
     draw_curves(runs, out, pairs=[_pair(text, list(runs)) for text in pairs] or None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv3fp8.errors import UserError
-from dsv3fp8.schema import build, key_values, leaves
+from dsv3fp8.schema import build_words, key_values, leaves
 from dsv3fp8.training.checkpoint import Checkpoint, open_checkpoint
 from dsv3fp8.training.checkpoint_directory import flush, in_gb
 from dsv3fp8.training.checkpoint_file import write_file
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     if any(argument in HELP for argument in arguments):
         print(help_text())
         return 0
-    config = build(ConsolidateConfig, key_values(arguments, "run=runs/tiny-dsv3 out=tiny.safetensors"))
+    config = build_words(ConsolidateConfig, key_values(arguments, "run=runs/tiny-dsv3 out=tiny.safetensors"))
     checkpoint = open_checkpoint(config.run, config.step)
     count, size = consolidate(checkpoint, Path(config.out))
     print(f"{config.out}: {count} tensors, {in_gb(size)}, of step {checkpoint.state['step']} of {config.run}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv3fp8.config import RunConfig
 from dsv3fp8.data import Tokenizer, load_tokenizer
 from dsv3fp8.model.transformer import Transformer
-from dsv3fp8.schema import build, key_values, leaves
+from dsv3fp8.schema import build_words, key_values, leaves
 from dsv3fp8.training.checkpoint import open_checkpoint
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     if any(argument in HELP for argument in arguments):
         print(help_text())
         return 0
-    config = build(GenerateConfig, key_values(arguments, 'run=runs/tiny-dsv3 prompt="def "'))
+    config = build_words(GenerateConfig, key_values(arguments, 'run=runs/tiny-dsv3 prompt="def "'))
     model, tokenizer, window = load(config)
     sys.stdout.write(config.prompt)
     for text in stream(model, tokenizer, config, window):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv3fp8.errors import UserError
+from dsv3fp8.schema import shown
 
 # Keys that change no loss of the curve, and groups of such keys.
 FREE_KEYS = {
@@ -66,7 +67,7 @@ def refuse_changes(run_dir: str, step: int, changed: Mapping[str, tuple[Any, Any
     remedy: what else the command takes than the old settings.
     """
     if changed:
-        listed = ", ".join(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in changed.items())
+        listed = ", ".join(f"{key} {shown(old)} → {shown(new)}" for key, (old, new) in changed.items())
         raise UserError(
             f"run_dir={run_dir} holds step {step} of a run with other settings ({listed}): give the old ones, {remedy}"
         )
@@ -79,7 +80,3 @@ def refuse_other_corpus(run_dir: str, step: int, saved: str | None, current: str
             f"run_dir={run_dir} holds step {step} of a run on other data (corpus hash {saved} → {current}; its files "
             f"are listed in corpus.json): restore the files, {remedy}"
         )
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -34,7 +34,7 @@ from dsv3fp8.observe.bench.sizes import SIZES, StepSize
 from dsv3fp8.observe.bench.timing import Clock, one_line, release, run_case
 from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.schema import build, key_values, leaves
+from dsv3fp8.schema import build_words, key_values, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import environment
@@ -160,7 +160,7 @@ def parse(arguments: list[str]) -> tuple[str, BenchConfig]:
     if kind not in (*KINDS, PAGE):
         raise UserError(f"bench {kind}: there are {', '.join((*KINDS, scale.KIND, PAGE))}, as in `dsv3fp8 bench kernels`")
     given = key_values(rest, "rounds=3 out=runs/bench")
-    config = build(BenchConfig, given)
+    config = build_words(BenchConfig, given)
     idle = {*given} - {"out"} if kind == PAGE else set() if kind == "step" else {"model"}
     raise_problems([f"{key}={text} has no effect on bench {kind}: leave it out" for key, text in given.items() if key in idle])
     if kind in KINDS:

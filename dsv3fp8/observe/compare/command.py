@@ -18,7 +18,7 @@ from dsv3fp8.observe.compare.report import NAMES, write_report
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
 from dsv3fp8.observe.compare.tables import findings, subtitle, tables_of, title
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.schema import build, leaves, split_words, suggest
+from dsv3fp8.schema import build_words, leaves, split_words, suggest
 from dsv3fp8.training.config import LoggingConfig
 from dsv3fp8.training.run_directory import RunDirectory
 
@@ -87,7 +87,7 @@ def report(arguments: list[str]) -> int:
             paths.append(Path(argument).expanduser())
     if not paths:
         raise UserError("compare report: give run directories, or one directory with run directories in it")
-    config = build(ReportConfig, pairs)
+    config = build_words(ReportConfig, pairs)
     runs = read_runs(find_runs(paths))
     out = writable_directory(config.out, *NAMES)
     data = write_report(runs, out, config.baseline, config.window, _say)
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str]) -> tuple[CompareConfig, list[str]]:
     values, rest = split_words(CompareConfig, arguments, example, beside, ("and those of `train`",))
     if "recipes" not in values:
         raise UserError(f"recipes: no value given; name some, as in `dsv3fp8 compare {EXAMPLE}`")
-    return build(CompareConfig, values), rest
+    return build_words(CompareConfig, values), rest
 
 
 def help_text() -> str:

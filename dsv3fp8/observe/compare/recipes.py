@@ -10,7 +10,7 @@ from typing import Any
 from dsv3fp8.config import group_options, load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.precision.recipe import Recipe
-from dsv3fp8.schema import to_plain
+from dsv3fp8.schema import shown, to_plain
 from dsv3fp8.training.resume import ABSENT, flatten
 
 
@@ -54,14 +54,10 @@ def _differences(recipe: Recipe) -> dict[str, str]:
     """{key: value as text} of what differs from the shipped recipe of that name; all of it if there is none."""
     ours, shipped = flatten(to_plain(recipe)), _shipped(recipe.name)
     keys = [key for key in (*ours, *(key for key in shipped if key not in ours)) if key != "name"]
-    return {key: _text(ours.get(key, ABSENT)) for key in keys if ours.get(key, ABSENT) != shipped.get(key, ABSENT)}
+    return {key: shown(ours.get(key, ABSENT)) for key in keys if ours.get(key, ABSENT) != shipped.get(key, ABSENT)}
 
 
 @functools.cache
 def _shipped(name: str) -> Mapping[str, Any]:
     """All keys of the recipe of that name as it is shipped, none if there is no such recipe."""
     return flatten(to_plain(load_config([f"recipe={name}"]).recipe)) if name in group_options("recipe") else {}
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dsv3fp8.config import RunConfig, load_saved
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.recipes import names_of
+from dsv3fp8.schema import shown
 from dsv3fp8.training.child import LOG, last_error
 from dsv3fp8.training.metrics import read_metrics
 from dsv3fp8.training.resume import FREE_GROUPS, FREE_KEYS, flatten
@@ -209,4 +210,4 @@ def identity(config: RunConfig, corpus: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if isinstance(value, str) and len(value) == 64:
         return value[:SHOWN]
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown(value)

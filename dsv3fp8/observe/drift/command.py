@@ -24,7 +24,7 @@ from dsv3fp8.observe.drift.study import Row, Study, size_for
 from dsv3fp8.observe.drift.sums import Sums
 from dsv3fp8.observe.drift.tables import tables_of
 from dsv3fp8.observe.output import writable_directory
-from dsv3fp8.schema import build, key_values, leaves
+from dsv3fp8.schema import build_words, key_values, leaves
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.run_directory import device_name, source_commit
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> DriftConfig:
     """The keys of the command; UserError for what is none."""
-    return build(DriftConfig, key_values(arguments, "run=runs/tiny-dsv3 out=runs/drift"))
+    return build_words(DriftConfig, key_values(arguments, "run=runs/tiny-dsv3 out=runs/drift"))
 
 
 def help_text() -> str:

@@ -18,7 +18,7 @@ from dsv3fp8.observe.map.svg import render
 from dsv3fp8.observe.map.table import difference_table, map_table, missing_notice
 from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.precision.ledger import Ledger
-from dsv3fp8.schema import build, leaves, split_words
+from dsv3fp8.schema import build_words, leaves, split_words
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 from dsv3fp8.training.host import keep_freed_memory, limit_memory
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> tuple[MapConfig, RunConfig]:
     """The command's own keys, and the settings that the other words choose. Raises UserError."""
     values, rest = split_words(MapConfig, arguments, "recipe=dsv3 against=bf16", (*GROUPS, "config"), MODEL_KEYS)
-    return build(MapConfig, values), load_config(rest)
+    return build_words(MapConfig, values), load_config(rest)
 
 
 def help_text() -> str:

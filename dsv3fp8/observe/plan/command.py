@@ -18,7 +18,7 @@ from dsv3fp8.observe.plan.table import plan_text
 from dsv3fp8.observe.plan.timing import Speeds, timing
 from dsv3fp8.observe.plan.weights import units
 from dsv3fp8.observe.plan.wire import exchange_bytes, transfers
-from dsv3fp8.schema import build, leaves, split_words
+from dsv3fp8.schema import build_words, leaves, split_words
 
 HELP = ("-h", "--help", "help")
 RUN_KEYS = ("model", "recipe", "optimizer", "training.batch", "training.context", "training.accumulate")
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> tuple[PlanConfig, RunConfig]:
     """The command's own keys, and the settings that the other words choose. Raises UserError."""
     values, rest = split_words(PlanConfig, arguments, "model=v3_671b gpus=2048", (*GROUPS, "config"), RUN_KEYS)
-    return build(PlanConfig, {key: None if text == "null" else text for key, text in values.items()}), load_config(rest)
+    return build_words(PlanConfig, values), load_config(rest)
 
 
 def planned(config: PlanConfig, settings: RunConfig) -> Planned:

@@ -12,7 +12,7 @@ from dsv3fp8.config import GROUPS, load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.bench.scale.exchange import FULL, TINY, ExchangeSize
 from dsv3fp8.observe.bench.scale.layouts import KINDS, Row
-from dsv3fp8.schema import build, split_words
+from dsv3fp8.schema import build_words, split_words
 from dsv3fp8.training.checks import device_problems, select_device
 from dsv3fp8.training.config import raise_problems
 
@@ -120,7 +120,7 @@ def parse(arguments: list[str]) -> tuple[ScaleConfig, list[str]]:
         group = "parallel" if key.startswith("parallel.") else key
         if group in instead:
             raise UserError(f"{word}: bench scale takes {instead[group]} instead")
-    return build(ScaleConfig, {key: None if text == "null" else text for key, text in values.items()}), rest
+    return build_words(ScaleConfig, values), rest
 
 
 def words_of(config: ScaleConfig, given: list[str], row: Row) -> list[str]:
