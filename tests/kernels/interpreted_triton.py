@@ -284,6 +284,16 @@ def test_every_code_meets_its_scale(case: str, m: int, n: int, k: int) -> None:
         assert torch.equal(gemm.matmul_nt(a, b, dtype, promote), want.to(dtype))
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 200), (200, 1), (127, 129), (144, 300), (256, 128)])
+def test_codes_are_turned_so_that_k_is_contiguous(shape: tuple[int, int]) -> None:
+    given = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    turned = gemm.row_major(given.view(E4M3.dtype).mT)
+    assert torch.equal(turned.view(torch.uint8)[:, : shape[0]], given.mT)  # more of a row is padding
+    assert turned.dtype == E4M3.dtype
+    assert turned.stride(1) == 1
+    assert turned.stride(0) % 16 == 0 == turned.data_ptr() % 16
+
+
 # ---- the experts' GEMMs in one launch
 
 PER_GROUP = Tile(128, None)  # as quantizing with `groups` gives it: an expert's one scale at each of its blocks

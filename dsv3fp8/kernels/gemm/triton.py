@@ -20,6 +20,7 @@ from torch import Tensor
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.tiles import QuantizedTensor, ceil_div
 
+_TURNED = 128  # bytes along both sides of what a program transposes
 NEVER = 0  # chain length that stands for "never"
 
 
@@ -113,11 +114,22 @@ def parts_of_k(operand: QuantizedTensor) -> int:
 
 
 def row_major(codes: Tensor) -> Tensor:
-    """Codes with K contiguous and rows that start at multiples of 16 bytes, so that loads are wide."""
+    """Codes [R, K] with K contiguous and rows that start at multiples of 16 bytes, so that loads are wide."""
+    if codes.stride(1) != 1 and codes.stride(0) == 1 and codes.numel():
+        return _turned(codes.mT.view(torch.uint8)).view(codes.dtype)
     raw = codes.view(torch.uint8) if codes.stride(-1) == 1 else codes.contiguous().view(torch.uint8)
     if raw.stride(0) % 16 or raw.data_ptr() % 16:
         raw = F.pad(raw, (0, -raw.shape[1] % 16)).contiguous()
     return raw.view(codes.dtype)
+
+
+def _turned(raw: Tensor) -> Tensor:
+    """The transpose [C, R] of bytes [R, C] whose rows lie contiguous, its rows at multiples of 16 bytes."""
+    rows, cols = raw.shape
+    out = torch.empty(cols, ceil_div(rows, 16) * 16, dtype=torch.uint8, device=raw.device)
+    grid = ceil_div(cols, _TURNED), ceil_div(rows, _TURNED)
+    _turn_kernel[grid](raw, out, rows, cols, raw.stride(0), out.stride(0), BLOCK=_TURNED, num_warps=4)
+    return out[:, :rows]
 
 
 def scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
@@ -268,3 +280,14 @@ def _load(ptrs, ks, k, end, WHOLE_BLOCKS: tl.constexpr):
 def _product(s_a, s_b, ONE_B_SCALE: tl.constexpr, shape: tl.constexpr):
     """fp32(s_a * s_b) of every element; rounded once a row where b has one scale."""
     return tl.broadcast_to((s_a * s_b)[:, None], shape) if ONE_B_SCALE else s_a[:, None] * s_b[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _turn_kernel(x, out, rows, cols, stride, out_stride, BLOCK: tl.constexpr):
+    col, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    there = (row + i < rows)[:, None] & (col + i < cols)[None, :]
+    tile = tl.load(x + row * stride + col + (i[:, None] * stride + i[None, :]), mask=there, other=0)
+    there = (col + i < cols)[:, None] & (row + i < out_stride)[None, :]  # zeros behind the last row
+    at = out + col.to(tl.int64) * out_stride + row + (i[:, None] * out_stride + i[None, :])
+    tl.store(at, tile.T, mask=there)
