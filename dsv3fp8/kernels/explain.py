@@ -7,6 +7,7 @@ and sizes that take one row's memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,7 +30,8 @@ def explain(
     rows = []
     for op in LINEAR_OPS if recipe.linears == "ours" else ():
         spec = recipe.linear(op)
-        for gemm, (left, right) in _sample_gemms(spec, device, (shapes or {}).get(op, (8192, 8192))).items():
+        shape = (shapes or {}).get(op, (8192, 8192))
+        for gemm, (left, right) in _sample_gemms(spec, device, shape, recipe.gate).items():
             wide = gemm == "wgrad" or (op, gemm) in _SUMMED_IN_FP32
             choice = backend.choose_gemm(left, right, spec, torch.float32 if wide else torch.bfloat16)
             if op.startswith("expert_"):
@@ -97,14 +99,24 @@ _SUMMED_IN_FP32 = {("out", "fprop"), ("q", "dgrad"), ("q_a", "dgrad"), ("kv_a", 
 """GEMMs whose result is added to something before it is rounded; wgrads aside."""
 
 
-def _sample_gemms(spec: GemmSpec, device: torch.device, shape: tuple[int, int]) -> dict[str, tuple[Operand, Operand]]:
-    """Operands of the sizes and tiles of the real ones, 128 tokens: a fused projection's outputs are tiled in two parts."""
+def _sample_gemms(
+    spec: GemmSpec, device: torch.device, shape: tuple[int, int], gate: str
+) -> dict[str, tuple[Operand, Operand]]:
+    """Operands of the sizes and tiles of the real ones, 128 tokens: a fused projection's outputs are tiled in two parts.
+
+    What is dispatched has a scale a row: rows that shared one go to unlike experts. gate: of the recipe.
+    """
     (inputs, outputs), parts, tokens = shape, 2 if spec.op.endswith("gate_up") else 1, 128
     sample = partial(_sample, device=device, plain=torch.bfloat16 if spec.compute == "bf16" else torch.float32)
+    arrived = spec.op == "expert_gate_up"
+    sent_back = spec.op == "expert_down" and gate == "before"
     return {
-        "fprop": (sample(spec.input, tokens, inputs), sample(spec.weight, outputs, inputs, row_parts=parts)),
+        "fprop": (
+            sample(spec.input, tokens, inputs, dispatched=arrived),
+            sample(spec.weight, outputs, inputs, row_parts=parts),
+        ),
         "dgrad": (
-            sample(spec.gradient, tokens, outputs, col_parts=parts),
+            sample(spec.gradient, tokens, outputs, col_parts=parts, dispatched=sent_back),
             sample(spec.weight, inputs, outputs, col_parts=parts),
         ),
         "wgrad": (sample(spec.gradient, outputs, tokens, row_parts=parts), sample(spec.input, inputs, tokens)),
@@ -112,12 +124,15 @@ def _sample_gemms(spec: GemmSpec, device: torch.device, shape: tuple[int, int]) 
 
 
 def _sample(
-    spec: OperandSpec, rows: int, cols: int, *, device: torch.device, plain: torch.dtype, row_parts: int = 1, col_parts: int = 1
-) -> Operand:
+    spec: OperandSpec, rows: int, cols: int, *, device: torch.device, plain: torch.dtype,
+    row_parts: int = 1, col_parts: int = 1, dispatched: bool = False,
+) -> Operand:  # fmt: skip
     """An operand of one row's memory: what chooses reads formats, tiles, sizes and strides. plain: its dtype, not quantized."""
     if not spec.quantized:
         return torch.empty(cols, dtype=plain, device=device).expand(rows, cols)
     tile = spec.tile_along(1)
+    if dispatched and tile.rows is not None:
+        tile = replace(tile, rows=1)
     row_parts, col_parts = (1 if tile.rows is None else row_parts), (1 if tile.cols is None else col_parts)
     codes = torch.empty(cols, dtype=spec.storage.dtype, device=device).expand(rows, cols)
     grid = grid_size(rows, tile.rows, row_parts), grid_size(cols, tile.cols, col_parts)

@@ -65,7 +65,7 @@ def grouped_rows(
     parts = 1 if once else max(parts_of_k(a), parts_of_k(weights))
     codes = row_major(a.codes)
     stacked = row_major(weights.codes.contiguous().view(experts * n, -1))
-    scale = weights.scale.contiguous()
+    scale = weights.scale
     scales = "once" if once else "row" if weights.tile.rows == 1 else "block"
     tile, halves = weights.tile.rows, weights.row_parts
     one_scale = tile is None or (tile == 128 and (halves == 1 or n // halves % 128 == 0))
@@ -123,8 +123,8 @@ def grouped_wgrad(
     scales = "once" if once else "row" if b.tile.rows == 1 else "block"
     one_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or k // b.row_parts % 128 == 0))
     codes_a, codes_b = row_major(a.codes), row_major(b.codes)
-    # Scales of single columns, and where an expert's begin, take registers: with 128 columns a program would run out of them.
-    block_k = min(columns(scales, one_scale, promote_every, torch.float32), 128 if one_scale else 64)
+    # Scales of single columns that change from block to block take registers: with 128 columns a program would run out of them.
+    block_k = min(columns(scales, one_scale, promote_every, torch.float32), 128 if once or one_scale else 64)
     n_tiles, k_tiles = ceil_div(n, 128), ceil_div(k, block_k)
     _wgrad_kernel[(experts * n_tiles * k_tiles,)](
         codes_a,
@@ -271,10 +271,10 @@ def _wgrad_kernel(
         first_col = tile % blocks_n * BLOCK_N if ONE_B_SCALE else safe_cols
         first = begin.to(tl.int64)
         acc = products(
-            a + safe_rows.to(tl.int64) * a_stride + first * BLOCK_K,
-            b + safe_cols.to(tl.int64) * b_stride + first * BLOCK_K,
-            a_scale + scale_row(safe_rows, a_part_rows, A_TILE_ROWS) * a_scale_stride + first * a_scale_stride_k,
-            b_scale + scale_row(first_col, b_part_rows, B_TILE_ROWS) * b_scale_stride + first * b_scale_stride_k,
+            (a + first * BLOCK_K) + safe_rows.to(tl.int64) * a_stride,
+            (b + first * BLOCK_K) + safe_cols.to(tl.int64) * b_stride,
+            (a_scale + first * a_scale_stride_k) + scale_row(safe_rows, a_part_rows, A_TILE_ROWS) * a_scale_stride,
+            (b_scale + first * b_scale_stride_k) + scale_row(first_col, b_part_rows, B_TILE_ROWS) * b_scale_stride,
             a_scale_stride_k,
             b_scale_stride_k,
             (end - begin) * BLOCK_K,
@@ -287,12 +287,12 @@ def _wgrad_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        at = out + (expert.to(tl.int64) * m + rows)[:, None] * n + cols[None, :]
+        at = (out + expert.to(tl.int64) * m * n) + (rows[:, None] * n + cols[None, :])
         inside = (rows < m)[:, None] & (cols < n)[None, :]
         if ADD:
             acc = tl.load(at, mask=inside, other=0.0) + acc
         tl.store(at, acc, mask=inside)
     elif not ADD:
-        at = out + (expert.to(tl.int64) * m + rows)[:, None] * n + cols[None, :]
+        at = (out + expert.to(tl.int64) * m * n) + (rows[:, None] * n + cols[None, :])
         inside = (rows < m)[:, None] & (cols < n)[None, :]
         tl.store(at, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), mask=inside)
