@@ -227,11 +227,11 @@ def test_rows_have_the_tensor_cores_bits(case: str, n: int, k: int) -> None:
     want = torch.zeros(768, n)
     for expert, rows in ((0, slice(0, 384)), (2, slice(384, 640))):
         want[rows] = emulated.matmul_nt(a.rows(rows.start, rows.stop), weights[expert], torch.float32, ROWS[case][4])
-    for dtype in (torch.bfloat16, torch.float32):
-        for groups in (GROUPS.cuda(), GROUPS.int().cuda()):
-            poison()
-            got = triton_grouped.grouped_rows(on_gpu(a), on_gpu(weights), groups, dtype, ROWS[case][4])
-            assert torch.equal(bits(got), bits(want.to(dtype)))
+    # Every type is a kernel to be compiled: of one size, all of them.
+    for dtype, groups in ((torch.bfloat16, GROUPS), (torch.float32, GROUPS.int()))[: 2 if n == 200 else 1]:
+        poison()
+        got = triton_grouped.grouped_rows(on_gpu(a), on_gpu(weights), groups.cuda(), dtype, ROWS[case][4])
+        assert torch.equal(bits(got), bits(want.to(dtype)))
 
 
 @pytest.mark.gpu
@@ -246,6 +246,8 @@ def test_weight_gradients_have_the_tensor_cores_bits(case: str, n: int, k: int) 
     poison()
     got = triton_grouped.grouped_wgrad(on_gpu(dy), on_gpu(x), BLOCKS.cuda(), WGRAD[case][3])
     assert torch.equal(bits(got), bits(want))
+    if n != 200:
+        return
     before = torch.randn(3, n, k)
     before[1] = torch.nan  # an expert without rows is left alone
     into = before.cuda()
