@@ -70,7 +70,7 @@ def grouped_rows(
     tile, halves = weights.tile.rows, weights.row_parts
     one_scale = tile is None or (tile == 128 and (halves == 1 or n // halves % 128 == 0))
     block_n = columns(scales, one_scale, promote_every, out_dtype)
-    _rows_kernel[(rows // ROWS * ceil_div(n, block_n),)](
+    _grouped_rows_kernel[(rows // ROWS * ceil_div(n, block_n),)](
         codes,
         stacked,
         a.scale,
@@ -126,7 +126,7 @@ def grouped_wgrad(
     # Scales of single columns that change from block to block take registers: with 128 columns a program would run out of them.
     block_k = min(columns(scales, one_scale, promote_every, torch.float32), 128 if once or one_scale else 64)
     n_tiles, k_tiles = ceil_div(n, 128), ceil_div(k, block_k)
-    _wgrad_kernel[(experts * n_tiles * k_tiles,)](
+    _grouped_wgrad_kernel[(experts * n_tiles * k_tiles,)](
         codes_a,
         codes_b,
         a.scale,
@@ -173,7 +173,7 @@ def _strides_of_blocks(operand: QuantizedTensor) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["blocks_m", "parts", "a_scale_stride", "b_scale_stride", "b_scale_stride_e", "b_part_rows"])
-def _rows_kernel(
+def _grouped_rows_kernel(
     a,
     b,
     a_scale,
@@ -233,7 +233,7 @@ def _rows_kernel(
 
 
 @triton.jit(do_not_specialize=["a_scale_stride", "b_scale_stride", "a_part_rows", "b_part_rows"])
-def _wgrad_kernel(
+def _grouped_wgrad_kernel(
     a,
     b,
     a_scale,
