@@ -105,6 +105,16 @@ def test_wide_casts_read_twice_and_do_not_spill(
         assert re.search(r"\bld\.global\.v4\.b32", kernel.asm["ptx"])
 
 
+def test_codes_of_an_expert_are_cast_again_without_spills(compiled: list[Any], tmp_path: Path) -> None:
+    kept, groups = reference.quantize(torch.randn(256, 512), E4M3, ROW_128), torch.zeros(2, dtype=torch.int64)
+    for tile in (ROW.transposed(), TENSOR):
+        kernels.retile(kept, tile, groups=groups)
+    assert len(compiled) == 4
+    for kernel in compiled:
+        used = resources(kernel, tmp_path)
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+
+
 def test_decoding_reads_and_writes_words(compiled: list[Any], tmp_path: Path) -> None:
     for fmt, load in ((E4M3, "v2.b32"), (E5M6, "b32")):
         kernels.decode(reference.quantize(torch.randn(200, 576), fmt, ROW_128, "pow2"), torch.bfloat16)

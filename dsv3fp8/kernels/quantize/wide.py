@@ -1,7 +1,8 @@
 """One scale for a whole row, column, matrix or expert in Triton: a pass for the largest magnitudes, and one for the cast.
 
 The first keeps them by atomic maxima of their bits, whose order does not matter. Each reads 2 bytes an element of BF16, 4 of
-an FP32 master; the second writes 1. Codes of one scale a column are stored with the rows contiguous, as wgrad reads them.
+an FP32 master; the second writes 1. Codes of one scale a column are stored with the rows contiguous, as wgrad reads
+them, and so are codes that are re-tiled expert by expert, which wgrad alone reads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def quantize_wide(
     """`reference.quantize` with tile 1xall, allx1 or allxall to E4M3 or E5M2. scale: given ones, where a matrix has one."""
     *lead, rows, cols = source.shape
     of, grouped = OF[tile], tile.rows is None and groups is not None
-    shape = (*lead, cols, rows) if of == "column" else source.shape
+    turned = of == "column" or (grouped and source.kind != "float")
+    shape = (*lead, cols, rows) if turned else source.shape
     stored = torch.empty(shape, dtype=torch.uint8, device=source.device)
     grid = (*lead, rows // 128 if grouped else rows if of == "row" else 1, cols if of == "column" else 1)
     out = torch.ones(grid, dtype=torch.float32, device=source.device)
@@ -42,8 +44,8 @@ def quantize_wide(
         slots = _slots(groups) if grouped else amax
         given = out if scale is None else scale.expand(grid).contiguous()
         part_rows, part_cols = source.part
-        fours = of == "column" and part_rows % 4 == 0
-        codes = stored.view(torch.int32) if fours else stored if of == "column" else stored.view(fmt.dtype)
+        fours = turned and part_rows % 4 == 0
+        codes = stored.view(torch.int32) if fours else stored if turned else stored.view(fmt.dtype)
         read = (source.values, source.scale, slots, amax)
         options = {
             "SOURCE": source.kind,
@@ -57,12 +59,12 @@ def quantize_wide(
         }
         _amax_kernel[source.grid(128, 128)](*read, part_rows, part_cols, *source.strides(), **options)
         _wide_cast_kernel[source.grid(128, 128)](
-            *read, given, codes, out, part_rows, part_cols, *source.strides(), FOURS=fours, GIVEN=scale is not None,
-            POW2=kind == "pow2", **limits(fmt), **options,
+            *read, given, codes, out, part_rows, part_cols, *source.strides(),
+            FOURS=fours, TURNED=turned, GIVEN=scale is not None, POW2=kind == "pow2", **limits(fmt), **options,
         )  # fmt: skip
     codes = stored.view(fmt.dtype)
     return QuantizedTensor(
-        codes.mT if of == "column" else codes,
+        codes.mT if turned else codes,
         out,
         fmt,
         Tile(128, tile.cols) if grouped else tile,
@@ -125,7 +127,8 @@ def _wide_cast_kernel(
     x_stride_e, x_stride_r, x_stride_c, x_scale_stride_e, x_scale_stride_r, x_scale_stride_c,
     SOURCE: tl.constexpr, OF: tl.constexpr, GROUPED: tl.constexpr, WHOLE: tl.constexpr,
     ROW_PARTS: tl.constexpr, COL_PARTS: tl.constexpr,
-    FOURS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
+    FOURS: tl.constexpr, TURNED: tl.constexpr, GIVEN: tl.constexpr,
+    LIMIT: tl.constexpr, LIMIT_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     row, rows_left, row_tile = place(tl.program_id(1), part_rows, 128, ROW_PARTS)
     col, width, tile = place(tl.program_id(0), part_cols, 128, COL_PARTS)
@@ -157,7 +160,7 @@ def _wide_cast_kernel(
             tl.store(scale + grid_row, s, mask=(tl.program_id(0) == 0) & (GROUPED | (tl.program_id(1) == 0)))
             inverse = reciprocal(s)
         a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
-    if OF == "column":
+    if TURNED:
         first = codes + e * cols * (rows // 4 if FOURS else rows)
         words = cast_four(a, b, c, d, LIMIT != 448.0)
         store_fours(first, words, row, rows_left, col, width, rows, FOURS, WHOLE, 128)
