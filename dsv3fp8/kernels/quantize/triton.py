@@ -1,9 +1,8 @@
 """Quantize and re-tile in Triton: the reference's codes and scales, bit for bit, in one pass over the values.
 
 Kernels by tile: rows.py (1x128), columns.py (128x1), both.py (the two from one read), blocks.py (128x128), wide.py (a whole
-row, column or matrix). Codes
-in 128x1 and allx1 tiles, and those re-tiled expert by expert, are stored with the rows contiguous, all others row by row;
-scales of 1x128 tiles with the rows contiguous.
+row, column or matrix). Codes in 128x1 and allx1 tiles, and those re-tiled expert by expert, are stored with the rows
+contiguous, all others row by row; scales of 1x128 tiles with the rows contiguous.
 """
 
 from __future__ import annotations
