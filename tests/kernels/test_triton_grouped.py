@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.6")
 
+from test_gluon import bits, on_gpu, poison
 from test_triton_compiles import compiled, resources
 
 from dsv3fp8.config import load_config
@@ -194,20 +195,6 @@ def test_nothing_to_multiply_gives_zeros() -> None:
 
 
 # ---- on a GPU
-
-
-def on_gpu(t: QuantizedTensor) -> QuantizedTensor:
-    return dataclasses.replace(t, codes=t.codes.cuda(), scale=t.scale.cuda())
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.cpu().view(torch.int32 if t.dtype == torch.float32 else torch.int16)
-
-
-def poison() -> None:
-    held = [torch.full((1 << size,), float("nan"), device="cuda") for size in range(10, 25)]
-    torch.cuda.synchronize()
-    del held
 
 
 def of_expert(t: QuantizedTensor, rows: slice) -> QuantizedTensor:

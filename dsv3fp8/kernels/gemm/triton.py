@@ -53,12 +53,8 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, pr
     out = torch.empty(m, n, dtype=out_dtype, device=a.codes.device)
     if m == 0 or n == 0 or k == 0:
         return out.zero_()
-    once = constant_along_k(a, b)
-    parts = 1 if once else max(parts_of_k(a), parts_of_k(b))
+    scales, one_b_scale, parts = how_scales_enter(a, b)
     codes_a, codes_b = row_major(a.codes), row_major(b.codes)
-    scales = "once" if once else "row" if b.tile.rows == 1 else "block"
-    # One scale of b for all columns of a block: tiles of 128 rows that start where blocks do.
-    one_b_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or n // b.row_parts % 128 == 0))
     block_m, block_n, block_k = 128, columns(scales, one_b_scale, promote_every, out_dtype), 128
     _gemm_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
         codes_a,
@@ -101,6 +97,18 @@ def columns(scales: str, one_b_scale: bool, promote_every: int | str, out_dtype:
     if scales == "once" or (promote_every == 128 and (one_b_scale or (scales == "row" and out_dtype == torch.float32))):
         return 128
     return 32 if scales == "row" and promote_every == 32 else 64
+
+
+def how_scales_enter(a: QuantizedTensor, b: QuantizedTensor) -> tuple[str, bool, int]:
+    """(as the module's text has it; whether b has one for all columns of a block; parts of K that are tiled each on their own).
+
+    b: a matrix, or a stack of them. One for all columns: tiles of 128 rows that start where blocks do.
+    """
+    rows, parts = b.tile.rows, b.row_parts
+    one_b_scale = rows is None or (rows == 128 and (parts == 1 or b.shape[-2] // parts % 128 == 0))
+    if constant_along_k(a, b):
+        return "once", one_b_scale, 1
+    return "row" if rows == 1 else "block", one_b_scale, max(parts_of_k(a), parts_of_k(b))
 
 
 def constant_along_k(a: QuantizedTensor, b: QuantizedTensor) -> bool:

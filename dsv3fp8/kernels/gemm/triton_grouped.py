@@ -18,8 +18,7 @@ from dsv3fp8.kernels.gemm.triton import (
     NEVER,
     block_of,
     columns,
-    constant_along_k,
-    parts_of_k,
+    how_scales_enter,
     products,
     row_major,
     scale_row,
@@ -61,14 +60,11 @@ def grouped_rows(
     out = torch.empty(rows, n, dtype=out_dtype, device=a.codes.device)
     if out.numel() == 0 or k == 0:
         return out.zero_()
-    once = constant_along_k(a, weights)
-    parts = 1 if once else max(parts_of_k(a), parts_of_k(weights))
+    scales, one_scale, parts = how_scales_enter(a, weights)
     codes = row_major(a.codes)
     stacked = row_major(weights.codes.contiguous().view(experts * n, -1))
     scale = weights.scale
-    scales = "once" if once else "row" if weights.tile.rows == 1 else "block"
     tile, halves = weights.tile.rows, weights.row_parts
-    one_scale = tile is None or (tile == 128 and (halves == 1 or n // halves % 128 == 0))
     block_n = columns(scales, one_scale, promote_every, out_dtype)
     _grouped_rows_kernel[(rows // ROWS * ceil_div(n, block_n),)](
         codes,
@@ -119,12 +115,10 @@ def grouped_wgrad(
     if out.numel() == 0 or dy.shape[0] == 0:
         return out if into is not None else out.zero_()
     a, b = _along_tokens(dy), _along_tokens(x)
-    once = constant_along_k(a, b)
-    scales = "once" if once else "row" if b.tile.rows == 1 else "block"
-    one_scale = b.tile.rows is None or (b.tile.rows == 128 and (b.row_parts == 1 or k // b.row_parts % 128 == 0))
+    scales, one_scale, _ = how_scales_enter(a, b)
     codes_a, codes_b = row_major(a.codes), row_major(b.codes)
     # Scales of single columns that change from block to block take registers: with 128 columns a program would run out of them.
-    block_k = min(columns(scales, one_scale, promote_every, torch.float32), 128 if once or one_scale else 64)
+    block_k = min(columns(scales, one_scale, promote_every, torch.float32), 128 if scales == "once" or one_scale else 64)
     n_tiles, k_tiles = ceil_div(n, 128), ceil_div(k, block_k)
     _grouped_wgrad_kernel[(experts * n_tiles * k_tiles,)](
         codes_a,
