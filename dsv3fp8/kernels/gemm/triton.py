@@ -142,7 +142,7 @@ def _turned(raw: Tensor) -> Tensor:
 
 def scale_strides(operand: QuantizedTensor) -> tuple[int, int]:
     """Strides of the scale grid along rows and K blocks, 0 where one scale serves all of them."""
-    rows, blocks = operand.scale.stride()
+    rows, blocks = operand.scale.stride()[-2:]
     return (0 if operand.tile.rows is None else rows), (0 if operand.tile.cols is None else blocks)
 
 

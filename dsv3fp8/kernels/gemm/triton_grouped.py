@@ -63,14 +63,12 @@ def grouped_rows(
     scales, one_scale, parts = how_scales_enter(a, weights)
     codes = row_major(a.codes)
     stacked = row_major(weights.codes.contiguous().view(experts * n, -1))
-    scale = weights.scale
-    tile, halves = weights.tile.rows, weights.row_parts
     block_n = columns(scales, one_scale, promote_every, out_dtype)
     _grouped_rows_kernel[(rows // ROWS * ceil_div(n, block_n),)](
         codes,
         stacked,
         a.scale,
-        scale,
+        weights.scale,
         out,
         groups,
         rows // ROWS,
@@ -80,11 +78,11 @@ def grouped_rows(
         codes.stride(0),
         stacked.stride(0),
         *scale_strides(a),
-        *scale_strides(replace(weights, scale=scale[0])),
-        scale.stride(0),
-        n // halves,
+        *scale_strides(weights),
+        weights.scale.stride(0),
+        n // weights.row_parts,
         A_TILE_ROWS=a.tile.rows or 0,
-        B_TILE_ROWS=tile or 0,
+        B_TILE_ROWS=weights.tile.rows or 0,
         SCALES=scales,
         ONE_B_SCALE=one_scale,
         CHAIN=NEVER if promote_every == "never" else promote_every,
