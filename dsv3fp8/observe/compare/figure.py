@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dsv3fp8.observe.compare.html import LIGHT, diverged
-from dsv3fp8.observe.compare.tables import subtitle
+from dsv3fp8.observe.compare.tables import means, subtitle
 
 STYLES = ("-", "--", ":", "-.")
 TITLE_WIDTH = 115  # characters that fit above the curves
@@ -49,7 +49,7 @@ def draw(data: Mapping[str, Any], out: Path) -> None:
     bottom.axhline(0, color="0.3", linewidth=0.6)
     top.set_ylabel("loss, nats a token")
     window = data["settings"]["window"]
-    about = f"{subtitle(data)}\nlines: training, mean of the last {window:,} steps; dots: validation"
+    about = f"{subtitle(data)}\nlines: training, mean of the last {window:,} steps; dots: validation; {means(data)}"
     top.set_title("\n".join(fill(line, TITLE_WIDTH) for line in about.splitlines()), fontsize=8, loc="left")
     bottom.set_ylabel("error of training loss, %")
     bottom.set_xlabel("optimizer step")

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from dsv3fp8.observe.compare.charts import Chart, Line, Values
-from dsv3fp8.observe.compare.tables import Table, findings, rules, subtitle, tables_of, title
+from dsv3fp8.observe.compare.tables import Table, findings, means, rules, subtitle, tables_of, title
 from dsv3fp8.observe.map.text import FONTS
 
 # Okabe and Ito's colours, told apart by the colour-blind, and darker or lighter where the page's ground asks for it. The
@@ -166,7 +166,7 @@ def _errors(data: Mapping[str, Any], key: str, name: str, dots: bool) -> Chart:
 def _caption(data: Mapping[str, Any], band: bool) -> str:
     parts = []
     if any(len(recipe["runs"]) > 1 for recipe in data["recipes"]):
-        parts.append("Mean of the seeds; thin: each seed.")
+        parts.append(f"{means(data)[0].upper()}{means(data)[1:]}; thin: each seed.")
     if band:
         parts.append(f"Shaded: the seed-to-seed band of {data['settings']['baseline']}.")
     if diverged(data):
@@ -193,7 +193,7 @@ def _plain(
     named = enumerate(curves["recipes"].items())
     lines = [Line(index, curves["step"], _times(ys, factor), recipe) for index, (recipe, ys) in named]
     scale = ", on a logarithmic scale" if logarithmic else ""
-    caption = f"{y_label[0].upper()}{y_label[1:]}{scale}; mean of the seeds."
+    caption = f"{y_label[0].upper()}{y_label[1:]}{scale}; {means(data)}."
     return Chart(key, name, caption, "optimizer step", y_label, lines, last, logarithmic=logarithmic, unit=unit)
 
 

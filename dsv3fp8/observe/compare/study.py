@@ -51,6 +51,7 @@ def study(
     steps = runs[0].config.training.steps
     window = check_window(window, steps)
 
+    alike = shared_seeds(by_recipe)
     trained = _Loss(by_recipe, baseline, "loss", BAND_WINDOWS * window, window)
     validated = _Loss(by_recipe, baseline, "validation_loss", BAND_WINDOWS * window)
     states = {name: {s: _state(run, name, trained, baseline) for s, run in by_recipe[name].items()} for name in names}
@@ -62,7 +63,7 @@ def study(
         ended = {seed for seed, state in states[name].items() if state == "complete"} & {
             seed for seed, state in states[baseline].items() if state == "complete"
         }
-        ends = {key: loss.end(name, ended) for key, loss in (("training", trained), ("validation", validated))}
+        ends = {key: loss.end(name, ended, alike[name]) for key, loss in (("training", trained), ("validation", validated))}
         errors = {key: {} if name == baseline else end["error_by_seed"] for key, end in ends.items()}
         is_baseline, of_runs = name == baseline, [*states[name].values()]
         verdicts = {key: judge(of_runs, errors[key], end["band"], is_baseline) for key, end in ends.items()}
@@ -77,19 +78,19 @@ def study(
                 **ends,
                 "false_alarm": false_alarm(seeds, len(ended)) if seeds > 1 and ended and name != baseline else None,
                 "runs": [_run_facts(run, states[name][seed]) for seed, run in by_recipe[name].items()],
-                **_levels(by_recipe[name].values(), window),
+                **_levels([by_recipe[name][seed] for seed in alike[name]], window),
                 "kept_bytes_per_token": per_token,
                 "kept_bytes_missing": reason,
             }
         )
     return {
-        "settings": _settings(runs, baseline, window),
+        "settings": {**_settings(runs, baseline, window), "mean_seeds": alike},
         "recipes": recipes,
         "curves": {
-            "training": trained.curves(),
-            "validation": validated.curves(),
-            **{key: _plain_curves(by_recipe, key, window) for key in SMOOTHED},
-            "flushed_share": _plain_curves(by_recipe, "flushed_share", None),
+            "training": trained.curves(alike),
+            "validation": validated.curves(alike),
+            **{key: _plain_curves(by_recipe, alike, key, window) for key in SMOOTHED},
+            "flushed_share": _plain_curves(by_recipe, alike, "flushed_share", None),
         },
         "timings": [_timings(name, by_recipe[name].values()) for name in names],
     }
@@ -102,6 +103,15 @@ def choose_baseline(names: Sequence[str], asked: str | None) -> str:
     if asked not in names:
         raise UserError(f"baseline={asked}: no run has that recipe; there are {', '.join(names)}")
     return asked
+
+
+def shared_seeds(by_recipe: Mapping[str, Mapping[int, ComparedRun]]) -> dict[str, list[int]]:
+    """The seeds whose mean stands for a recipe: those that every recipe has, and where there is none, its own.
+
+    Seeds differ by more than recipes do: means over unlike seeds would show that as a difference of recipes.
+    """
+    common = set.intersection(*(set(runs) for runs in by_recipe.values()))
+    return {name: sorted(common or runs) for name, runs in by_recipe.items()}
 
 
 def check_window(asked: int | None, steps: int) -> int:
@@ -150,10 +160,10 @@ class _Loss:
         at_end = len(self.steps) and self.steps[-1] == self._last
         return _number(self.losses[name][seed][-1]) if at_end and seed in self.losses[name] else None
 
-    def end(self, name: str, seeds: set[int]) -> dict[str, Any]:
-        """Loss, error and band at the last step. seeds: those that ended both here and in the baseline."""
+    def end(self, name: str, seeds: set[int], alike: Sequence[int]) -> dict[str, Any]:
+        """Loss, error and band at the last step. seeds: those that ended here and in the baseline; alike: `shared_seeds`."""
         losses = {seed: self.last(name, seed) for seed in self.losses[name]}
-        known = [loss for loss in losses.values() if loss is not None]
+        known = [loss for seed, loss in losses.items() if loss is not None and seed in alike]
         errors = {s: _number(self.errors[name][s][-1]) for s in sorted(seeds) if self.last(name, s) is not None}
         finite = {seed: error for seed, error in errors.items() if error is not None}
         return {
@@ -164,15 +174,15 @@ class _Loss:
             "band": None if self.band is None or not len(self.band) else _number(self.band[-1]),
         }
 
-    def curves(self) -> dict[str, Any]:
-        """For report.json: thinned, with null where there is no value."""
+    def curves(self, alike: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """For report.json: thinned, with null where there is no value. alike: `shared_seeds`."""
         keep = _thinned(self.steps)
         return {
             "step": self.steps[keep].tolist(),
             "band": None if self.band is None else _plain(self.band[keep]),
             "recipes": {
                 name: {
-                    "loss": _plain(mean_of([*curves.values()])[keep]),
+                    "loss": _plain(mean_of([curves[seed] for seed in alike[name]])[keep]),
                     "loss_by_seed": {seed: _plain(curve[keep]) for seed, curve in curves.items()},
                     "error": _plain(mean_of([*self.errors[name].values()])[keep]) if self.errors[name] else None,
                     "error_by_seed": {seed: _plain(curve[keep]) for seed, curve in self.errors[name].items()},
@@ -240,14 +250,16 @@ def _levels(runs: Iterable[ComparedRun], window: int) -> dict[str, Any]:
     return found
 
 
-def _plain_curves(by_recipe: Mapping[str, Mapping[int, ComparedRun]], field: str, window: int | None) -> dict[str, Any]:
-    """A field of all runs, a mean over the seeds, for report.json."""
+def _plain_curves(
+    by_recipe: Mapping[str, Mapping[int, ComparedRun]], alike: Mapping[str, Sequence[int]], field: str, window: int | None
+) -> dict[str, Any]:
+    """A field of all runs, a mean over the seeds in `alike`, for report.json."""
     steps = _grid(by_recipe, field)
     keep = _thinned(steps)
     return {
         "step": steps[keep].tolist(),
         "recipes": {
-            name: _plain(mean_of([_read(run, field, steps, window) for run in runs.values()])[keep])
+            name: _plain(mean_of([_read(runs[seed], field, steps, window) for seed in alike[name]])[keep])
             for name, runs in by_recipe.items()
         },
     }

@@ -43,7 +43,7 @@ def verdict_table(data: Mapping[str, Any]) -> Table:
     baseline, window = data["settings"]["baseline"], data["settings"]["window"]
     return Table(
         "Verdicts",
-        f"Losses in nats a token at the last step, means over seeds: training loss over the last {_steps(window)}, validation "
+        f"Losses in nats a token at the last step, {means(data)}: training loss over the last {_steps(window)}, validation "
         f"loss on the same batches for every run. Errors are relative to {baseline} of the same seed: the mean, and in "
         "brackets each seed. A band is twice the root mean square of the difference between two seeds of the baseline "
         "(✓ within, ✗ outside); in training loss that holds what their batches differ by, too.",
@@ -83,8 +83,9 @@ def cost_table(data: Mapping[str, Any]) -> Table:
         f"Speed: median over the steps of a run, mean over seeds; runs that shared a machine shared its speed. Memory: {what}. "
         "Kept: bytes a token that one layer (a MoE layer where there is one) holds for backward, observed on a CPU. Flushed: "
         "share of nonzero values that quantization made zero, at the last count. Gradient norm (before clipping) and expert "
-        f"balance (worst layer; 1 is even): means over the last {_steps(data['settings']['window'])}. Skipped: steps whose "
-        f"loss or gradient was not finite, all seeds.{f' Not observed: {missing}.' if missing else ''}",
+        f"balance (worst layer; 1 is even): over the last {_steps(data['settings']['window'])}; these and flushed: "
+        f"{means(data)}. Skipped: steps whose loss or gradient was not finite, all seeds."
+        f"{f' Not observed: {missing}.' if missing else ''}",
         (
             "recipe",
             "tokens/s",
@@ -121,6 +122,15 @@ def runs_table(data: Mapping[str, Any]) -> Table:
             )
     heads = ("run", "state", "steps", "skipped", "training loss", "validation loss", "seconds in steps")
     return Table("Runs", "Losses at the last step, training loss smoothed.", heads, rows)
+
+
+def means(data: Mapping[str, Any]) -> str:
+    """Over which seeds a recipe's figures are averaged, in words."""
+    alike = data["settings"]["mean_seeds"]
+    if all(len(alike[recipe["name"]]) == len(recipe["runs"]) for recipe in data["recipes"]):
+        return "means over seeds"
+    seeds = next(iter(alike.values()))
+    return f"of seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which all recipes have"
 
 
 def findings(data: Mapping[str, Any]) -> list[str]:

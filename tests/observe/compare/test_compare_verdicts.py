@@ -12,7 +12,7 @@ from made_up import STEPS, falling, make_run
 
 from dsv3fp8.observe.compare.runs import read_runs
 from dsv3fp8.observe.compare.study import study
-from dsv3fp8.observe.compare.tables import findings, rules
+from dsv3fp8.observe.compare.tables import findings, means, rules
 from dsv3fp8.observe.compare.verdict import has_blown_up, judge, worse
 
 NARROW = 1e-4
@@ -103,6 +103,34 @@ def test_nothing_is_said_of_a_run_that_is_not_finished(against: Any) -> None:
     error = data["curves"]["training"]["recipes"]["dsv3"]["error"]
     assert error[data["curves"]["training"]["step"].index(150)] == pytest.approx(0.2, abs=0.02)
     assert error[-1] is None
+
+
+def test_means_are_over_the_seeds_that_all_recipes_have(tmp_path: Path) -> None:
+    """A second seed of the baseline, 20 % higher, is in the band, and no difference of recipes."""
+    for seed, offset in ((0, 0.0), (1, 0.2)):
+        make_run(
+            tmp_path / f"b{seed}", "bf16", seed, falling(0, 0.0, offset), fields=lambda step, s=seed: {"grad_norm": 1.0 + s}
+        )
+    make_run(tmp_path / "d0", "dsv3", 0, falling(0, 0.0))
+    data = study(read_runs(sorted(tmp_path.iterdir())))
+    bf16, dsv3 = data["recipes"]
+    for loss in ("training", "validation"):
+        assert bf16[loss]["loss"] == dsv3[loss]["loss"] == pytest.approx(2.0, rel=0.1)
+        assert bf16[loss]["band"] == pytest.approx(2 * 0.2 / 1.1, rel=1e-6)
+        curves = data["curves"][loss]["recipes"]
+        assert curves["bf16"]["loss"] == curves["dsv3"]["loss"] == curves["bf16"]["loss_by_seed"][0]
+    assert bf16["grad_norm"] == 1.0
+    assert set(filter(None, data["curves"]["grad_norm"]["recipes"]["bf16"])) == {1.0}
+    assert means(data) == "of seed 0, which all recipes have"
+
+
+def test_recipes_without_a_common_seed_have_means_of_their_own(tmp_path: Path) -> None:
+    make_run(tmp_path / "b", "bf16", 0, falling(0, 0.0))
+    make_run(tmp_path / "d", "dsv3", 1, falling(0, 0.0, 0.5))
+    data = study(read_runs(sorted(tmp_path.iterdir())))
+    bf16, dsv3 = data["recipes"]
+    assert dsv3["training"]["loss"] == pytest.approx(1.5 * bf16["training"]["loss"], rel=1e-6)
+    assert (dsv3["verdict"], means(data)) == ("no baseline", "means over seeds")
 
 
 def test_one_seed_of_the_baseline_makes_no_band_and_no_claim(tmp_path: Path) -> None:
