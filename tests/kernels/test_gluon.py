@@ -17,7 +17,7 @@ from dsv3fp8.kernels.gemm.gluon.grouped import (
     reason_against_wgrad,
 )
 from dsv3fp8.kernels.quantize.reference import quantize
-from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.precision.formats import E4M3, E5M2, E5M6
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
 
 
@@ -29,6 +29,8 @@ def block_starts(groups: Tensor, experts: int) -> Tensor:
     bounds = torch.arange(experts + 1, device=groups.device, dtype=groups.dtype)
     return torch.searchsorted(torch.where(groups < 0, experts, groups), bounds, out_int32=True)
 
+
+ROW, COLUMN, TENSOR = Tile(1, None), Tile(None, 1), Tile(None, None)
 
 # Blocks of 128 rows of each expert, blocks of no expert after them.
 LOADS = {
@@ -117,6 +119,94 @@ def test_wgrad_gives_the_tensor_cores_bits_every_time(size: tuple[int, int], loa
     assert torch.equal(into.cpu().nan_to_num(7), after.nan_to_num(7))
 
 
+# What the rows and the weights are cast to, and whether rows are cast expert by expert; of dy, of x, and the same.
+ROW_CASTS = {
+    "E5M2": ((E5M2, ROW_128), BLOCK_128, False),
+    "one scale": ((E4M3, TENSOR), TENSOR, False),
+    "one scale an expert": ((E5M2, TENSOR), TENSOR, True),
+    "a scale a row": ((E4M3, ROW), ROW, False),
+    "blocks": ((E4M3, BLOCK_128), BLOCK_128, False),
+}
+WGRAD_CASTS = {
+    "E5M2": ((E5M2, COLUMN_128), COLUMN_128, False),
+    "one scale": ((E4M3, TENSOR), TENSOR, False),
+    "one scale an expert": ((E5M2, TENSOR), TENSOR, True),
+    "a scale a column and expert": ((E4M3, COLUMN), COLUMN, True),
+    "blocks": ((E4M3, BLOCK_128), COLUMN_128, False),
+}
+
+
+def of_expert(t: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    """Its rows, with its one scale where it has one."""
+    rows = t.rows(start, stop)
+    if not t.one_scale_per_group:
+        return rows
+    return dataclasses.replace(rows, scale=rows.scale[:1], tile=Tile(None, rows.tile.cols), one_scale_per_group=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("size", [(576, 1408), (64, 16), (320, 2048)], ids=str)
+@pytest.mark.parametrize("cast", ROW_CASTS)
+def test_rows_of_other_casts_have_the_tensor_cores_bits(cast: str, size: tuple[int, int], load: str) -> None:
+    blocks, inert = LOADS[load]
+    (n, k), ((fmt, tile), weight_tile, born) = size, ROW_CASTS[cast]
+    groups = groups_of(blocks, inert)
+    a = quantize(draw(128 * len(groups), k), fmt, tile, groups=groups if born else None)
+    weights = quantize(draw(len(blocks), n, k, seed=1), E4M3, weight_tile)
+    weights.scale[[expert for expert, count in enumerate(blocks) if not count]] = torch.nan  # nobody's
+    want, at = torch.zeros(a.shape[0], n), 0
+    for expert, count in enumerate(blocks):
+        rows = slice(at, at := at + 128 * count)
+        if count:
+            part = of_expert(a, rows.start, rows.stop)
+            want[rows] = emulated.matmul_nt(part, weights[expert], torch.float32, 128)
+    for _ in range(2):
+        poison()
+        got = grouped_rows(on_gpu(a), on_gpu(weights), groups.cuda())
+        assert torch.equal(bits(got), bits(want.to(torch.bfloat16)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("size", [(576, 1408), (64, 16), (320, 144)], ids=str)
+@pytest.mark.parametrize("cast", WGRAD_CASTS)
+def test_wgrad_of_other_casts_has_the_tensor_cores_bits(cast: str, size: tuple[int, int], load: str) -> None:
+    blocks, inert = LOADS[load]
+    (n, k), ((fmt, tile), x_tile, born) = size, WGRAD_CASTS[cast]
+    groups = groups_of(blocks, inert)
+    dy = quantize(draw(128 * len(groups), n, seed=n), fmt, tile, groups=groups if born else None)
+    x = quantize(draw(128 * len(groups), k, seed=k), E4M3, x_tile, groups=groups if born else None)
+    want, at = torch.zeros(len(blocks), n, k), 0
+    for expert, count in enumerate(blocks):
+        start, at = at, at + 128 * count
+        if count:
+            left, right = (of_expert(t, start, at).transposed() for t in (dy, x))
+            want[expert] = emulated.matmul_nt(left, right, torch.float32, 128)
+    starts = block_starts(groups.cuda(), len(blocks))
+    for _ in range(2):
+        poison()
+        assert torch.equal(bits(grouped_wgrad(on_gpu(dy), on_gpu(x), starts)), bits(want))
+    before = draw(len(blocks), n, k, seed=9)
+    before[0] = float("nan")
+    into = before.cuda()
+    grouped_wgrad(on_gpu(dy), on_gpu(x), starts, into=into)
+    after = torch.where(torch.tensor(blocks)[:, None, None] > 0, before + want, before)
+    assert torch.equal(into.cpu().nan_to_num(7), after.nan_to_num(7))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 127, 129, 200])
+@pytest.mark.parametrize("size", [(576, 1408), (200, 176), (64, 16)], ids=str)
+@pytest.mark.parametrize("cast", [cast for cast, (_, _, born) in ROW_CASTS.items() if not born])
+def test_the_dense_gemm_of_other_casts_has_the_tensor_cores_bits(cast: str, size: tuple[int, int], m: int) -> None:
+    (n, k), ((fmt, tile), weight_tile, _) = size, ROW_CASTS[cast]
+    a, b = quantize(draw(m, k), fmt, tile), quantize(draw(n, k, seed=1), E4M3, weight_tile)
+    poison()
+    got = matmul_nt(on_gpu(a), on_gpu(b))
+    assert torch.equal(bits(got), bits(emulated.matmul_nt(a, b, torch.bfloat16, 128)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 127, 129, 200, 4096])
 @pytest.mark.parametrize("size", [*SIZES, (200, 176)], ids=str)
@@ -169,9 +259,9 @@ def test_shapes_are_known_without_running() -> None:
     a, a_scale = torch.empty(256, 128, device="meta", dtype=torch.float8_e4m3fn), torch.empty(256, 1, device="meta")
     b, b_scale = torch.empty(3, 64, 128, device="meta", dtype=torch.float8_e4m3fn), torch.empty(3, 1, 1, device="meta")
     groups, starts = torch.empty(2, device="meta", dtype=torch.int64), torch.empty(4, device="meta", dtype=torch.int32)
-    out = torch.ops.dsv3fp8.gluon_rows(a, a_scale, b, b_scale, groups)
+    out = torch.ops.dsv3fp8.gluon_rows(a, a_scale, b, b_scale, groups, 1, False)
     assert (out.shape, out.dtype) == ((256, 64), torch.bfloat16)
-    out = torch.ops.dsv3fp8.gluon_wgrad(a, a_scale, a, a_scale, starts)
+    out = torch.ops.dsv3fp8.gluon_wgrad(a, a_scale, a, a_scale, starts, False)
     assert (out.shape, out.dtype) == ((3, 256, 256), torch.float32)
 
 
@@ -182,9 +272,12 @@ def refusals() -> dict[str, tuple[str | None, str]]:
     row, block, column = (q(128, 256, tile) for tile in (ROW_128, BLOCK_128, COLUMN_128))
     bf16 = torch.bfloat16
     return {
-        "another format": (reason_against_rows(q(128, 256, ROW_128, E5M2), block, bf16), "E4M3 only, not e5m2"),
+        "another format": (reason_against_rows(q(128, 256, ROW_128, E5M6), block, bf16), "tensor core has no e5m6"),
         "another tile": (reason_against_rows(row, row, bf16), "tiles 1x128 x 1x128"),
-        "one scale": (reason_against_rows(row, q(128, 256, Tile(None, None)), bf16), "tiles 1x128 x allxall"),
+        "one scale of the weights alone": (reason_against_rows(row, q(128, 256, TENSOR), bf16), "tiles 1x128 x allxall"),
+        "blocks of whole rows": (reason_against_rows(q(128, 256, ROW), q(128, 256, Tile(128, None)), bf16), "x 128xall"),
+        "one scale of an expert's tokens alone": (reason_against_wgrad(column, q(128, 256, TENSOR), 1), "its finished sum"),
+        "blocks along the saved rows": (reason_against_wgrad(column, q(128, 256, BLOCK_128), 1), "tiles 128x1 x 128x128"),
         "fp32 out": (reason_against_rows(row, block, torch.float32), "not float32"),
         "half a tile of columns": (reason_against_rows(row, q(1152, 256, BLOCK_128, row_parts=2), bf16), "inside the rows"),
         "half a tile of K": (
@@ -212,6 +305,14 @@ def test_what_they_can_compute_has_no_reason_against_it() -> None:
         a, b = quantize(torch.zeros(128, k), E4M3, ROW_128), quantize(torch.zeros(3, n, k), E4M3, BLOCK_128)
         assert reason_against_rows(a, b, torch.bfloat16) is None
         dy, x = (quantize(torch.zeros(128, width), E4M3, COLUMN_128) for width in (n, k))
+        assert reason_against_wgrad(dy, x, 3) is None
+    groups = torch.zeros(1, dtype=torch.int64)
+    for (fmt, tile), weight_tile, born in ROW_CASTS.values():
+        a = quantize(torch.ones(128, 256), fmt, tile, groups=groups if born else None)
+        assert reason_against_rows(a, quantize(torch.ones(3, 64, 256), E4M3, weight_tile), torch.bfloat16) is None
+    for (fmt, tile), x_tile, born in WGRAD_CASTS.values():
+        given = {"groups": groups if born else None}
+        dy, x = quantize(torch.ones(128, 64), fmt, tile, **given), quantize(torch.ones(128, 256), E4M3, x_tile, **given)
         assert reason_against_wgrad(dy, x, 3) is None
     halves = quantize(torch.zeros(3, 512, 256), E4M3, BLOCK_128, row_parts=2)
     assert reason_against_rows(quantize(torch.zeros(128, 256), E4M3, ROW_128), halves, torch.bfloat16) is None

@@ -22,55 +22,62 @@ def descriptor(dtype: str, box: tuple[int, int], layout: Any) -> str:
     return f"tensordesc<{dtype}[{box[0]}, {box[1]}],{layout!r}>"
 
 
-OPERAND = descriptor("fp8e4nv", (128, 128), grouped.CODES)
-KERNELS = {  # kernel, its options, types of its arguments where they are no int32, its flag and the values of it
-    "rows": (
-        rows.rows_kernel,
-        rows.OPTIONS,
-        {
-            "a": OPERAND,
-            "b": descriptor("fp8e4nv", (rows.TILE_N, 128), grouped.CODES),
+def types(name: str, once: bool, a: str, b: str) -> dict[str, str]:
+    """Types of a kernel's arguments where they are no int32. a, b: of the codes."""
+    if name == "rows":
+        return {
+            "a": descriptor(a, (128, 128), grouped.CODES),
+            "b": descriptor(b, (rows.TILE_N, 128), grouped.CODES),
             "out": descriptor("bf16", (64, 64), grouped.BF16_OUT),
             "groups": "*i64",
             "a_scale": "*fp32",
             "b_scale": "*fp32",
-        },
-        "GROUPED",
-    ),
-    "wgrad": (
-        wgrad.wgrad_kernel,
-        wgrad.OPTIONS,
-        {
-            "dy": OPERAND,
-            "x": descriptor("fp8e4nv", (wgrad.TILE_K, 128), grouped.CODES),
-            "out": descriptor("fp32", (64, 32), grouped.FP32_OUT),
-            "dy_scale": f"tensordesc<fp32[128],{grouped.SCALES!r}>",
-            "x_scale": f"tensordesc<fp32[{wgrad.TILE_K}],{grouped.SCALES!r}>",
-            "out_ptr": "*fp32",
-            "starts": "*i32",
-        },
-        "ADD",
-    ),
+        }
+    return {
+        "dy": descriptor(a, (128, 128), grouped.CODES),
+        "x": descriptor(b, (wgrad.TILE_K, 128), grouped.CODES),
+        "out": descriptor("fp32", (64, 32), grouped.FP32_OUT),
+        "dy_scale": "*fp32" if once else f"tensordesc<fp32[128],{grouped.SCALES!r}>",
+        "x_scale": "*fp32" if once else f"tensordesc<fp32[{wgrad.TILE_K}],{grouped.SCALES!r}>",
+        "out_ptr": "*fp32",
+        "starts": "*i32",
+    }
+
+
+KERNELS = {"rows": (rows.rows_kernel, rows.OPTIONS), "wgrad": (wgrad.wgrad_kernel, wgrad.OPTIONS)}
+FORMATS = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+CASES = {  # the flags of each kernel, and the formats of its operands
+    f"{name} {' '.join(f'{flag}={value}' for flag, value in flags.items())} {a} {b}": (name, flags, a, b)
+    for name, flags, a, b in [
+        *(("rows", {"GROUPED": grouped_, "A_TILE": 1, "ONCE": False}, "fp8e4nv", "fp8e4nv") for grouped_ in (False, True)),
+        ("rows", {"GROUPED": True, "A_TILE": 1, "ONCE": False}, "fp8e5", "fp8e4nv"),
+        ("rows", {"GROUPED": True, "A_TILE": 128, "ONCE": False}, "fp8e4nv", "fp8e4nv"),
+        *(("rows", {"GROUPED": True, "A_TILE": tile, "ONCE": True}, "fp8e4nv", "fp8e4nv") for tile in (1, 128)),
+        ("rows", {"GROUPED": False, "A_TILE": 1, "ONCE": True}, "fp8e4nv", "fp8e4nv"),
+        *(("wgrad", {"ADD": add, "ONCE": once}, "fp8e4nv", "fp8e4nv") for add in (False, True) for once in (False, True)),
+        *(("wgrad", {"ADD": add, "ONCE": False}, "fp8e5", "fp8e4nv") for add in (False, True)),
+    ]
 }
 
 
-def compiled(name: str, flag: bool) -> Any:
+def compiled(name: str, flags: dict[str, Any], a: str, b: str) -> Any:
     """The kernel as a launch compiles it: pointers to multiples of 16 bytes, no integer specialized."""
-    kernel, options, types, flag_name = KERNELS[name]
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n == flag_name else types.get(n, "i32") for n in names}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
-    source = GluonASTSource(kernel, signature, {(names.index(flag_name),): flag}, attrs=aligned)
+    kernel, options = KERNELS[name]
+    names, known = kernel.arg_names, types(name, flags["ONCE"], a, b)
+    signature = {n: "constexpr" if n in flags else known.get(n, "i32") for n in names}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in known.items() if t.startswith("*")}
+    constants = {(names.index(flag),): value for flag, value in flags.items()}
+    source = GluonASTSource(kernel, signature, constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("name", KERNELS)
-def test_it_runs_on_tensor_cores_without_spills_in_the_memory_there_is(name: str, flag: bool, tmp_path: Path) -> None:
-    built = compiled(name, flag)
+@pytest.mark.parametrize("case", CASES)
+def test_it_runs_on_tensor_cores_without_spills_in_the_memory_there_is(case: str, tmp_path: Path) -> None:
+    name, flags, a, b = CASES[case]
+    built = compiled(name, flags, a, b)
     assert built.metadata.shared <= SHARED_MEMORY
     ptx = built.asm["ptx"]
-    wgmma = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx)
+    wgmma = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{FORMATS[a]}\.{FORMATS[b]}", ptx)
     assert len(wgmma) % (2 * 4) == 0  # in both warp groups, steps of 32 codes in a block of 128
     assert len(wgmma) > 0
     assert "wgmma.wait_group.sync.aligned 1" in ptx  # a block is in flight while another is promoted
@@ -79,8 +86,7 @@ def test_it_runs_on_tensor_cores_without_spills_in_the_memory_there_is(name: str
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", ptx)) >= 2
     assert "atom.global" not in ptx
     (tmp_path / "kernel.ptx").write_text(ptx, encoding="utf-8")
-    extra = KERNELS[name][1].get("ptx_options", "").split()
-    command = [BINARIES / "ptxas", "-v", *extra, "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+    command = [BINARIES / "ptxas", "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said, said
     assert "C75" not in said, said  # ptxas serializes wgmma, or ignores setmaxnreg

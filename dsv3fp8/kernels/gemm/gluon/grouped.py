@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv3fp8.kernels.gemm.gluon import rows, wgrad
-from dsv3fp8.precision.formats import E4M3
-from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, ceil_div
+from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, ceil_div, expand_grid
 
 CODES = gl.NVMMASharedLayout(128, 8, rank=2)
 BF16_OUT = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -29,13 +29,20 @@ SCALES = gl.NVMMASharedLayout(0, 32, rank=1)
 def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype: torch.dtype) -> str | None:
     """Why `grouped_rows` and `matmul_nt` cannot compute this, or None when they can. Looks at formats, tiles and sizes only."""
     k, n = a.shape[-1], weights.shape[-2]
-    if (against := _formats(a, weights, ROW_128, BLOCK_128)) is not None:
+    if (against := _formats(a, weights)) is not None:
         return against
     if out_dtype != torch.bfloat16:
         return f"Gluon's fprop and dgrad give bf16, not {str(out_dtype).removeprefix('torch.')}"
-    if any(t.col_parts > 1 and k // t.col_parts % 128 for t in (a, weights)):
+    if a.row_parts > 1 and a.tile.rows != 1:
+        return "rows are tiled in parts, which the Gluon GEMM's regular grid cannot express"
+    if _once(a, weights):
+        if weights.tile.rows == 128:
+            return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
+    elif a.tile not in (ROW_128, BLOCK_128) or weights.tile != BLOCK_128:
+        return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
+    elif any(t.col_parts > 1 and k // t.col_parts % 128 for t in (a, weights)):
         return "a tile is cut inside K, which the Gluon GEMM's regular grid cannot express"
-    if weights.row_parts > 1 and n // weights.row_parts % 128:
+    elif weights.row_parts > 1 and n // weights.row_parts % 128:
         return "a tile is cut inside the rows, which the Gluon GEMM's regular grid cannot express"
     if k % 16 or n % 8:
         return f"TMA rows start at multiples of 16 bytes: K = {k} codes, N = {n} bf16"
@@ -45,12 +52,19 @@ def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype:
 def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int = 2) -> str | None:
     """Why `grouped_wgrad` cannot compute this, or None when it can. Looks at formats, tiles and sizes only."""
     n, k = dy.shape[-1], x.shape[-1]
-    if (against := _formats(dy, x, COLUMN_128, COLUMN_128)) is not None:
+    if (against := _formats(dy, x)) is not None:
         return against
-    if dy.one_scale_per_group or x.one_scale_per_group:
-        return "an expert's one scale multiplies its finished sum, the Gluon wgrad's each block of 128 tokens"
     if dy.row_parts > 1 or x.row_parts > 1:
         return "tokens are tiled in parts, which the Gluon GEMM's regular grid cannot express"
+    if _along_tokens_once(dy) and _along_tokens_once(x):
+        if 128 in (dy.tile.cols, x.tile.cols):
+            return f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
+    elif _along_tokens_once(dy) or _along_tokens_once(x):
+        return "an expert's one scale multiplies its finished sum, those of single blocks each block of 128 tokens"
+    elif dy.tile not in (COLUMN_128, BLOCK_128) or x.tile != COLUMN_128:
+        return f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
+    elif dy.tile == BLOCK_128 and dy.col_parts > 1 and n // dy.col_parts % 128:
+        return "a tile is cut inside the columns, which the Gluon GEMM's regular grid cannot express"
     if k % 16:
         return f"the Gluon wgrad needs K in multiples of 16, not {k}"
     if experts > 1 and n % 64:
@@ -58,12 +72,21 @@ def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int =
     return None
 
 
-def _formats(a: QuantizedTensor, b: QuantizedTensor, a_tile: object, b_tile: object) -> str | None:
-    if a.format is not E4M3 or b.format is not E4M3:
-        return f"the Gluon GEMM takes E4M3 only, not {a.format.name} x {b.format.name}"
-    if a.tile != a_tile or b.tile != b_tile:
-        return f"no Gluon GEMM for tiles {a.tile} x {b.tile}"
+def _formats(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
+    for operand in (a, b):
+        if operand.format not in (E4M3, E5M2):
+            return f"the tensor core has no {operand.format.name}"
     return None
+
+
+def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether both have scales that are constant along K, [rows, K] each: they multiply the finished sum."""
+    return a.tile.cols is None and b.tile.cols is None
+
+
+def _along_tokens_once(operand: QuantizedTensor) -> bool:
+    """Whether an expert's tokens share their scales."""
+    return operand.tile.rows is None or operand.one_scale_per_group
 
 
 def grouped_rows(
@@ -76,15 +99,18 @@ def grouped_rows(
     _refuse(reason_against_rows(a, weights, out_dtype))
     if groups.numel() * 128 != a.shape[0]:
         raise ValueError(f"groups has {groups.numel()} blocks of 128 rows, the operand {a.shape[0]} rows")
-    codes, scale = weights.codes.contiguous(), weights.scale.contiguous()
-    return torch.ops.dsv3fp8.gluon_rows(a.codes.contiguous(), a.scale, codes, scale, groups)
+    return _product(a, weights, weights.codes.contiguous(), weights.scale.contiguous(), groups)
 
 
 def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a [M, K] times b [N, K]^T -> bf16 [M, N], any M."""
     _refuse(reason_against_rows(a, b, out_dtype))
-    codes, scale = b.codes.contiguous()[None], b.scale.contiguous()[None]
-    return torch.ops.dsv3fp8.gluon_rows(a.codes.contiguous(), a.scale, codes, scale, None)
+    return _product(a, b, b.codes.contiguous()[None], b.scale.contiguous()[None], None)
+
+
+def _product(a: QuantizedTensor, b: QuantizedTensor, codes: Tensor, scale: Tensor, groups: Tensor | None) -> Tensor:
+    a_codes, tile_rows = a.codes.contiguous(), a.tile.rows or 0
+    return torch.ops.dsv3fp8.gluon_rows(a_codes, a.scale, codes, scale, groups, tile_rows, _once(a, b))
 
 
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into: Tensor | None = None) -> Tensor:
@@ -96,7 +122,10 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into:
     The tensor core reads both with the tokens contiguous: codes that are not stored so (codes.mT contiguous) are copied.
     """
     _refuse(reason_against_wgrad(dy, x, starts.numel() - 1))
-    operands = (dy.codes.mT.contiguous(), dy.scale.contiguous(), x.codes.mT.contiguous(), x.scale.contiguous(), starts)
+    once = _along_tokens_once(dy)
+    dy_scale = dy.scale if once else _of_single_columns(dy)
+    codes, scales = (dy.codes.mT.contiguous(), x.codes.mT.contiguous()), (dy_scale.contiguous(), x.scale.contiguous())
+    operands = (codes[0], scales[0], codes[1], scales[1], starts, once)
     if into is None:
         return torch.ops.dsv3fp8.gluon_wgrad(*operands)
     want = (starts.numel() - 1, dy.shape[1], x.shape[1])
@@ -106,14 +135,22 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into:
     return into
 
 
+def _of_single_columns(operand: QuantizedTensor) -> Tensor:
+    """Scales with one column for each column of the matrix, as TMA reads them beside the codes."""
+    return expand_grid(operand.scale, -1, operand.shape[-1], operand.tile.cols, operand.col_parts)
+
+
 def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise ValueError(reason)
 
 
 @torch.library.custom_op("dsv3fp8::gluon_rows", mutates_args=(), device_types="cuda")
-def _rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: Tensor | None) -> Tensor:
-    """a [M, K], a_scale [M, blocks]; b [E, N, K], b_scale [E, row blocks, blocks]; all but a_scale contiguous."""
+def _rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: Tensor | None, a_tile: int, once: bool) -> Tensor:
+    """a [M, K], a_scale [scales of rows, blocks]; b [E, N, K], b_scale [E, row blocks, blocks]; all but a_scale contiguous.
+
+    a_tile: rows that share a scale, 0 for all. once: one block along K, and b_scale's rows are N or one.
+    """
     (m, k), (experts, n, _) = a.shape, b.shape
     out = a.new_empty(m, n, dtype=torch.bfloat16)
     if m == 0 or n == 0:
@@ -128,52 +165,60 @@ def _rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: Tensor
         a_scale if groups is None else groups,
         a_scale,
         b_scale,
-        m,
+        a_scale.shape[0] if a_tile else m,
         row_blocks,
         col_blocks,
         ceil_div(k, 128),
         n,
-        ceil_div(n, 128),
-        *a_scale.stride(),
+        b_scale.shape[1],
+        a_scale.stride(0) if a_tile else 0,
+        a_scale.stride(1),
         GROUPED=groups is not None,
+        A_TILE=max(a_tile, 1),
+        ONCE=once,
         **rows.OPTIONS,
     )
     return out
 
 
 @_rows.register_fake
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: Tensor | None) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, groups: Tensor | None, a_tile: int, once: bool) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("dsv3fp8::gluon_wgrad", mutates_args=(), device_types="cuda")
-def _wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor) -> Tensor:
-    """dy [N, tokens], dy_scale [blocks, N]; x [K, tokens], x_scale [blocks, K]; all contiguous."""
+def _wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, once: bool) -> Tensor:
+    """dy [N, tokens], dy_scale [blocks, N]; x [K, tokens], x_scale [blocks, K]; all contiguous.
+
+    once: an expert's first row of scales serves all of its tokens; it may have one column, and may be the only row.
+    """
     out = dy.new_empty(starts.numel() - 1, dy.shape[0], x.shape[0], dtype=torch.float32)
     if dy.shape[1] == 0:
         return out.zero_()
-    _launch_wgrad(out, dy, dy_scale, x, x_scale, starts, add=False)
+    _launch_wgrad(out, dy, dy_scale, x, x_scale, starts, once, add=False)
     return out
 
 
 @_wgrad.register_fake
-def _(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor) -> Tensor:
+def _(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, once: bool) -> Tensor:
     return dy.new_empty(starts.shape[0] - 1, dy.shape[0], x.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("dsv3fp8::gluon_wgrad_add", mutates_args=("out",), device_types="cuda")
-def _wgrad_add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor) -> None:
+def _wgrad_add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, once: bool) -> None:
     """As gluon_wgrad, added to out [E, N, K]."""
     if dy.shape[1]:
-        _launch_wgrad(out, dy, dy_scale, x, x_scale, starts, add=True)
+        _launch_wgrad(out, dy, dy_scale, x, x_scale, starts, once, add=True)
 
 
 @_wgrad_add.register_fake
-def _(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor) -> None:
+def _(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, once: bool) -> None:
     return None
 
 
-def _launch_wgrad(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, add: bool) -> None:
+def _launch_wgrad(
+    out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, starts: Tensor, once: bool, add: bool
+) -> None:
     experts, n, k = out.shape
     if out.numel() == 0:
         return
@@ -181,8 +226,8 @@ def _launch_wgrad(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale:
     wgrad.wgrad_kernel[(_programs(out.device, experts * n_blocks * k_tiles),)](
         _descriptor(dy, (128, 128), CODES),
         _descriptor(x, (wgrad.TILE_K, 128), CODES),
-        _descriptor(dy_scale.view(-1), (128,), SCALES),
-        _descriptor(x_scale.view(-1), (wgrad.TILE_K,), SCALES),
+        dy_scale if once else _descriptor(dy_scale.view(-1), (128,), SCALES),
+        x_scale if once else _descriptor(x_scale.view(-1), (wgrad.TILE_K,), SCALES),
         _descriptor(out.view(experts * n, k), (64, 32), FP32_OUT),
         out,
         starts,
@@ -191,9 +236,17 @@ def _launch_wgrad(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale:
         k_tiles,
         n,
         k,
+        *_row_of_scales(dy_scale),
+        *_row_of_scales(x_scale),
         ADD=add,
+        ONCE=once,
         **wgrad.OPTIONS,
     )
+
+
+def _row_of_scales(scale: Tensor) -> tuple[int, int]:
+    """(scales of a block of tokens; how far it is to the next block's, 0 where one serves all)."""
+    return scale.shape[1], scale.stride(0) if scale.shape[0] > 1 else 0
 
 
 def _descriptor(t: Tensor, box: Sequence[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

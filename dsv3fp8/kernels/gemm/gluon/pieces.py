@@ -55,6 +55,18 @@ def promote_columns(p, row_scale, col_scale, acc):
 
 
 @gluon.jit
+def scaled(p, scale):
+    """fp32(p * scale), which no addition behind it is contracted with."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [p, scale], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def add(p, acc):
+    """p + acc, inline for the reason of `promote`."""
+    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [p, acc], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def block_of(tile, row_blocks, col_blocks, BAND: gl.constexpr):
     """Row and column block of a tile, in bands of BAND row blocks: tiles that run together share operands in the L2 cache."""
     in_band = BAND * col_blocks
