@@ -8,10 +8,13 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -19,7 +22,15 @@ from dsv3fp8.cli import main
 from dsv3fp8.parallel.ranks import Ranks, join
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["dsv3fp8.training.loop", "dsv3fp8.config"])  # torch is loaded once
+CONTEXT.set_forkserver_preload(["preloaded"])
+
+
+@lru_cache
+def _serve_forks() -> None:
+    """Start the process that ranks are forked from; its environment is all that tells it where `preloaded` lies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        ensure_running()
 
 
 def on_ranks(
@@ -35,6 +46,7 @@ def on_ranks(
 
     device: "cuda" gives each rank a GPU and NCCL.
     """
+    _serve_forks()
     port, pipes, processes = _free_port(), [], []
     for index in range(count):
         ours, theirs = CONTEXT.Pipe()
@@ -97,6 +109,7 @@ class Command:
 
     def __init__(self, words: list[list[str]], folder: Path, first: Callable[[int], None] | None = None) -> None:
         """words: of each rank. What rank 0 writes goes to folder/rank-0.txt, and so on. first: called there before all else."""
+        _serve_forks()
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [folder / f"rank-{index}.txt" for index in range(len(words))]
