@@ -60,7 +60,8 @@ def recorded_events(call: Call, device: torch.device, before: Call | None = None
     launched, where otherwise it replays a graph. torch's profiler has to have run in this thread before.
     """
     cuda = device.type == "cuda"
-    recorded = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+    # acc_events: there is one cycle; torch 2.11 warns of what it would do with more.
+    recorded = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], acc_events=True)
     with ThreadPoolExecutor(1) as other, ExitStack() as stack:
         if unnoticed:
             other.submit(recorded.__enter__).result()
