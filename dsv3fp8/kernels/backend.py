@@ -88,7 +88,7 @@ def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, ou
     if (exact or why or a.shape[-1] <= FASTER_UP_TO_K) and _against_gluon(a, b, spec, out_dtype) is None:
         ours = why or f"faster than cuBLASLt up to K = {FASTER_UP_TO_K}"
         ours = "gemm: exact was asked for" if exact else ours
-        return Choice("gluon", f"{ours}: block-scaled FP8 on Hopper tensor cores, promoted every 128", exact=True)
+        return Choice("gluon", f"{ours}: FP8 on Hopper tensor cores, promoted every 128", exact=True)
     if why is None and spec.promote_every != 128:
         why = f"cuBLASLt promotes every 128, not {spec.promote_every}"
     if why is None and exact:
@@ -145,7 +145,7 @@ def choose_grouped(a: Operand, b: Operand, spec: GemmSpec, gemm: str, out_dtype:
     else:
         against = grouped.reason_against_wgrad(a, b) if wgrad else grouped.reason_against_rows(a, b, out_dtype)
     if against is None:
-        return Choice("gluon", f"{_TOGETHER}, block-scaled FP8 on Hopper tensor cores, promoted every 128", True)
+        return Choice("gluon", f"{_TOGETHER}, FP8 on Hopper tensor cores, promoted every 128", True)
     reason = triton_grouped.reason_against_wgrad if wgrad else triton_grouped.reason_against_rows
     beside = reason(a, b, spec.promote_every)
     if beside is None:
