@@ -9,11 +9,11 @@ from pathlib import Path
 from dsv3fp8.config import RunConfig, load_config, load_saved
 from dsv3fp8.data import open_corpus
 from dsv3fp8.errors import UserError
-from dsv3fp8.observe.compare.recipes import directory_name, names_of, words_of
+from dsv3fp8.observe.compare.recipes import AGAIN, directory_name, names_of, once_more, words_of
 from dsv3fp8.observe.compare.runs import gave_up, is_complete, read_corpus, read_records
 from dsv3fp8.observe.compare.study import check_window, choose_baseline
 from dsv3fp8.training.checkpoint_directory import list_checkpoints
-from dsv3fp8.training.checks import validate_run
+from dsv3fp8.training.checks import select_device, validate_run
 from dsv3fp8.training.resume import changed_keys, refuse_changes, refuse_other_corpus
 from dsv3fp8.training.run_directory import RunDirectory
 
@@ -35,6 +35,8 @@ class CompareConfig:
     seeds: int = 2
     # Runs of the baseline, where its band should rest on more; null: as many as of the others.
     baseline_seeds: int | None = None
+    # Runs of the baseline, from its first seed on, that are trained a second time: on a GPU they differ, and by no recipe.
+    repeats: int = 0
     # The recipe that the others are held against; null: bf16 if it is among them, else the first.
     baseline: str | None = None
     # Directory of the report, with one run directory a run below it; null: runs/compare-MODEL.
@@ -53,6 +55,10 @@ class CompareConfig:
             for key, value in (("seeds", self.seeds), ("baseline_seeds", self.baseline_seeds), ("jobs", self.jobs))
             if value is not None and value < 1
         ]
+        if not 0 <= self.repeats <= (self.baseline_seeds or self.seeds):
+            problems.append(
+                f"repeats={self.repeats} must be from 0 to the {self.baseline_seeds or self.seeds} seeds of the baseline"
+            )
         if self.baseline_seeds is not None and self.baseline_seeds < self.seeds:
             problems.append(f"baseline_seeds={self.baseline_seeds} must be at least seeds={self.seeds}: seeds are paired")
         if not self.recipes.strip(", "):
@@ -112,16 +118,27 @@ def make_plan(config: CompareConfig, words: Sequence[str]) -> Plan:
     runs = []
     for name, entry in sorted(zip(names, entries, strict=True), key=lambda pair: pair[0] != baseline):
         count = (config.baseline_seeds or config.seeds) if name == baseline else config.seeds
-        for seed in range(first.training.seed, first.training.seed + count):
-            directory = out / directory_name(name, seed)
+        seeds = range(first.training.seed, first.training.seed + count)
+        again = seeds[: config.repeats] if name == baseline else ()
+        for seed, shown, ending in [*((seed, name, "") for seed in seeds), *((seed, once_more(name), AGAIN) for seed in again)]:
+            directory = out / (directory_name(name, seed) + ending)
             own = [f"training.seed={seed}", f"logging.group={_quoted(group)}", f"run_dir={_quoted(str(directory))}"]
             told = [*DEFAULTS, *words, *words_of(entry), *own]
-            runs.append(PlannedRun(name, load_config(told), told))
+            runs.append(PlannedRun(shown, load_config(told), told))
     for run in runs:
         _check(run)
+    if config.repeats and (why := _repeats_bits(first)) is not None:
+        raise UserError(f"repeats={config.repeats}: {why}, so that the second run would be the first; leave repeats out")
     if len({run.directory for run in runs}) < len(runs):
         raise UserError(f"recipes={config.recipes}: two of them would share a run directory; leave one out")
     return Plan(runs, baseline, out, check_window(config.window, first.training.steps), group)
+
+
+def _repeats_bits(config: RunConfig) -> str | None:
+    """Why two runs of the same settings and seed have the same bits, or None where they may differ."""
+    if select_device(config.training.device).type == "cpu":
+        return "a CPU repeats bits"
+    return "training.deterministic=true repeats bits" if config.training.deterministic else None
 
 
 def _check(run: PlannedRun) -> None:

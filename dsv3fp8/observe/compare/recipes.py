@@ -50,6 +50,15 @@ def directory_name(name: str, seed: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-seed{seed}"
 
 
+AGAIN = "-again"
+"""What the name of a run directory ends with that holds the same run once more: same recipe, same seed."""
+
+
+def once_more(name: str) -> str:
+    """What the second of two runs that should be one is shown under."""
+    return f"{name} again"
+
+
 def _differences(recipe: Recipe) -> dict[str, str]:
     """{key: value as text} of what differs from the shipped recipe of that name; all of it if there is none."""
     ours, shipped = flatten(to_plain(recipe)), _shipped(recipe.name)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dsv3fp8.config import RunConfig, load_saved
 from dsv3fp8.errors import UserError
-from dsv3fp8.observe.compare.recipes import names_of
+from dsv3fp8.observe.compare.recipes import AGAIN, names_of, once_more
 from dsv3fp8.schema import shown
 from dsv3fp8.training.child import LOG, last_error
 from dsv3fp8.training.metrics import read_metrics
@@ -113,12 +113,15 @@ def read_runs(directories: Iterable[Path]) -> list[ComparedRun]:
     """All of them, named. UserError, one line, for a file that is not there or broken, or for the same run twice."""
     runs = [_read_run(path) for path in directories]
     for run, name in zip(runs, names_of([run.config.recipe for run in runs]), strict=True):
-        run.recipe = name
+        run.recipe = once_more(name) if run.directory.name.endswith(AGAIN) else name
     first: dict[tuple[str, int], Path] = {}
     for run in runs:
         other = first.setdefault((run.recipe, run.seed), run.directory)
         if other != run.directory:
-            raise UserError(f"{other} and {run.directory} are both {run.recipe} with seed {run.seed}: leave one of them out")
+            raise UserError(
+                f"{other} and {run.directory} are both {run.recipe} with seed {run.seed}: leave one of them out (a second run "
+                f"on purpose has a directory whose name ends with {AGAIN})"
+            )
     return runs
 
 

@@ -21,9 +21,9 @@ from dsv3fp8.observe.compare.curves import (
     relative_error,
     smooth,
 )
-from dsv3fp8.observe.compare.recipes import common_keys
+from dsv3fp8.observe.compare.recipes import common_keys, once_more
 from dsv3fp8.observe.compare.runs import ComparedRun, refuse_unlike
-from dsv3fp8.observe.compare.verdict import has_blown_up, judge, worse
+from dsv3fp8.observe.compare.verdict import Verdict, has_blown_up, judge, worse
 
 POINTS = 400
 """Points of a curve that report.json and the charts hold; metrics.jsonl has all of them."""
@@ -51,7 +51,7 @@ def study(
     steps = runs[0].config.training.steps
     window = check_window(window, steps)
 
-    alike = shared_seeds(by_recipe)
+    alike = shared_seeds(by_recipe, once_more(baseline))
     trained = _Loss(by_recipe, baseline, "loss", BAND_WINDOWS * window, window)
     validated = _Loss(by_recipe, baseline, "validation_loss", BAND_WINDOWS * window)
     states = {name: {s: _state(run, name, trained, baseline) for s, run in by_recipe[name].items()} for name in names}
@@ -65,18 +65,20 @@ def study(
         }
         ends = {key: loss.end(name, ended, alike[name]) for key, loss in (("training", trained), ("validation", validated))}
         errors = {key: {} if name == baseline else end["error_by_seed"] for key, end in ends.items()}
-        is_baseline, of_runs = name == baseline, [*states[name].values()]
-        verdicts = {key: judge(of_runs, errors[key], end["band"], is_baseline) for key, end in ends.items()}
+        alone: Verdict | None = "baseline" if name == baseline else "again" if name == once_more(baseline) else None
+        of_runs = [*states[name].values()]
+        verdicts = {key: judge(of_runs, errors[key], end["band"], alone) for key, end in ends.items()}
         per_token, reason = kept(next(iter(by_recipe[name].values())))
         seeds = len([state for state in states[baseline].values() if state == "complete"])
         recipes.append(
             {
                 "name": name,
                 "baseline": name == baseline,
+                "again": name == once_more(baseline),
                 "verdict": worse(*verdicts.values()),
                 **{f"{key}_verdict": verdict for key, verdict in verdicts.items()},
                 **ends,
-                "false_alarm": false_alarm(seeds, len(ended)) if seeds > 1 and ended and name != baseline else None,
+                "false_alarm": false_alarm(seeds, len(ended)) if seeds > 1 and ended and alone is None else None,
                 "runs": [_run_facts(run, states[name][seed]) for seed, run in by_recipe[name].items()],
                 **_levels([by_recipe[name][seed] for seed in alike[name]], window),
                 "kept_bytes_per_token": per_token,
@@ -105,13 +107,14 @@ def choose_baseline(names: Sequence[str], asked: str | None) -> str:
     return asked
 
 
-def shared_seeds(by_recipe: Mapping[str, Mapping[int, ComparedRun]]) -> dict[str, list[int]]:
+def shared_seeds(by_recipe: Mapping[str, Mapping[int, ComparedRun]], again: str) -> dict[str, list[int]]:
     """The seeds whose mean stands for a recipe: those that every recipe has, and where there is none, its own.
 
     Seeds differ by more than recipes do: means over unlike seeds would show that as a difference of recipes.
+    again: the baseline's second runs, of as few seeds as one likes; theirs are their own.
     """
-    common = set.intersection(*(set(runs) for runs in by_recipe.values()))
-    return {name: sorted(common or runs) for name, runs in by_recipe.items()}
+    common = set.intersection(*(set(runs) for name, runs in by_recipe.items() if name != again))
+    return {name: sorted(runs if name == again else common or runs) for name, runs in by_recipe.items()}
 
 
 def check_window(asked: int | None, steps: int) -> int:
@@ -170,9 +173,20 @@ class _Loss:
             "loss": sum(known) / len(known) if known else None,
             "loss_by_seed": losses,
             "error": sum(finite.values()) / len(finite) if finite and name != self._baseline else None,
+            "largest_error": None if name == self._baseline else self._largest(name),
             "error_by_seed": {} if name == self._baseline else finite,
             "band": None if self.band is None or not len(self.band) else _number(self.band[-1]),
         }
+
+    def _largest(self, name: str) -> tuple[float, int] | None:
+        """The largest error of a run at any step, signed, and the step."""
+        found = [
+            (float(curve[at]), int(self.steps[at]))
+            for curve in self.errors[name].values()
+            for at in [_farthest(curve)]
+            if at >= 0
+        ]
+        return max(found, key=lambda pair: abs(pair[0]), default=None)
 
     def curves(self, alike: Mapping[str, Sequence[int]]) -> dict[str, Any]:
         """For report.json: thinned, with null where there is no value. alike: `shared_seeds`."""
@@ -190,6 +204,12 @@ class _Loss:
                 for name, curves in self.losses.items()
             },
         }
+
+
+def _farthest(curve: Curve) -> int:
+    """Where its largest value lies, whatever the sign; -1 where it has none."""
+    sizes = np.where(np.isfinite(curve), np.abs(curve), -1.0)
+    return int(sizes.argmax()) if sizes.size and sizes.max() >= 0 else -1
 
 
 def _grid(by_recipe: Mapping[str, Mapping[int, ComparedRun]], field: str) -> Steps:

@@ -129,7 +129,7 @@ def means(data: Mapping[str, Any]) -> str:
     alike = data["settings"]["mean_seeds"]
     if all(len(alike[recipe["name"]]) == len(recipe["runs"]) for recipe in data["recipes"]):
         return "means over seeds"
-    seeds = next(iter(alike.values()))
+    seeds = alike[data["settings"]["baseline"]]
     return f"of seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which all recipes have"
 
 
@@ -180,7 +180,7 @@ def rules(data: Mapping[str, Any]) -> list[str]:
 
 def title(data: Mapping[str, Any]) -> str:
     """The comparison in a line."""
-    names = [recipe["name"] for recipe in data["recipes"]]
+    names = [recipe["name"] for recipe in data["recipes"] if not recipe["again"]]
     return f"{', '.join(names[1:]) or names[0]}{f' against {names[0]}' if len(names) > 1 else ''}"
 
 
@@ -188,7 +188,7 @@ def subtitle(data: Mapping[str, Any]) -> str:
     """What was trained on what."""
     settings = data["settings"]
     corpus = settings["corpus"]
-    seeds = sorted({len(recipe["runs"]) for recipe in data["recipes"]})
+    seeds = sorted({len(recipe["runs"]) for recipe in data["recipes"] if not recipe["again"]})
     number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] != seeds[-1] else f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}"
     keys = f", all with {' '.join(settings['recipe_keys'])}" if settings["recipe_keys"] else ""
     return (
@@ -211,6 +211,8 @@ def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
         return f"{name} is not finished ({where}): no verdict."
     if verdict == "no baseline":
         return f"{name} has no finished run of {baseline} with the same seed to be held against."
+    if verdict == "again":
+        return _differs_from_itself(recipe, baseline)
     parts = []
     for key in ("training", "validation"):
         part, judged = recipe[key], recipe[f"{key}_verdict"]
@@ -221,6 +223,20 @@ def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
             text += f", {judged.split()[0]} the band of ±{100 * part['band']:.2f} %"
         parts.append(text)
     return f"{name} ends against {baseline} at {', and at '.join(parts)}."
+
+
+def _differs_from_itself(recipe: Mapping[str, Any], baseline: str) -> str:
+    parts = []
+    for key in ("training", "validation"):
+        part = recipe[key]
+        if part["error"] is None:
+            continue
+        error, step = part["largest_error"]
+        parts.append(f"{_signed(part['error'])} in {key} loss at the end, and by {_signed(error)} at step {step:,}")
+    return (
+        f"{baseline} differs from itself, trained a second time from the same seed, by {'; by '.join(parts)}, where it does "
+        "most: a difference of that size at that place is no recipe's."
+    )
 
 
 def _by_seed(errors: Mapping[int, float]) -> str:

@@ -10,7 +10,9 @@ import numpy as np
 
 from dsv3fp8.observe.compare.curves import Curve
 
-Verdict = Literal["baseline", "within the band", "outside the band", "diverged", "unfinished", "no band", "no baseline"]
+Verdict = Literal[
+    "baseline", "again", "within the band", "outside the band", "diverged", "unfinished", "no band", "no baseline"
+]
 
 BLOW_UP = 1.1
 """A loss that ends at so many times its own minimum and the baseline's end, or above, has blown up."""
@@ -26,6 +28,7 @@ RULES: dict[Verdict, str] = {
     "unfinished": "a run has not reached its last step; nothing is said of it",
     "no baseline": "no finished run of the baseline has a seed of this recipe",
     "no band": "the baseline has fewer than two finished seeds, so there is nothing to hold the error against",
+    "again": "the baseline, trained a second time from the same seeds: what it differs by is no recipe's",
     "within the band": (
         "the mean over seeds of the relative error at the last step is, whatever its sign, at most the band, in training loss "
         "and in validation loss"
@@ -45,14 +48,19 @@ def has_blown_up(curve: Curve, gave_up: bool, reference: float | None) -> bool:
     return last > lowest and last - lowest >= UNLEARNED * (first - lowest) and last >= BLOW_UP * lowest
 
 
-def judge(states: Sequence[str], errors: Mapping[int, float], half_width: float | None, is_baseline: bool = False) -> Verdict:
-    """Of a recipe. states: "diverged", "unfinished" or "complete" of each of its runs. errors: at the end, by seed."""
+def judge(
+    states: Sequence[str], errors: Mapping[int, float], half_width: float | None, alone: Verdict | None = None
+) -> Verdict:
+    """Of a recipe. states: "diverged", "unfinished" or "complete" of each of its runs. errors: at the end, by seed.
+
+    alone: what is said of one that is held against nothing: the baseline, or the baseline again.
+    """
     if "diverged" in states:
         return "diverged"
     if "unfinished" in states:
         return "unfinished"
-    if is_baseline:
-        return "baseline"
+    if alone is not None:
+        return alone
     if not errors:
         return "no baseline"
     if half_width is None:

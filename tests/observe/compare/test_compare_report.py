@@ -88,6 +88,13 @@ def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
         read_runs(paths)
 
 
+def test_a_second_run_of_the_same_seed_says_so_in_its_directorys_name(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name) for name in ("bf16-seed0", "bf16-seed0-again")]
+    assert [run.recipe for run in read_runs(paths)] == ["bf16", "bf16 again"]
+    with pytest.raises(UserError, match="are both bf16 again with seed 0"):
+        read_runs([*paths, make_run(tmp_path / "third-again")])
+
+
 def test_recipes_of_one_name_are_told_apart_by_the_keys_that_differ(tmp_path: Path) -> None:
     common = ("recipe.accumulator=hopper",)
     runs = read_runs(

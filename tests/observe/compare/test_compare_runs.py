@@ -20,6 +20,7 @@ from dsv3fp8 import cli
 from dsv3fp8.config import load_config
 from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare import command, pool
+from dsv3fp8.observe.compare import plan as plans
 from dsv3fp8.observe.compare.command import parse
 from dsv3fp8.observe.compare.plan import Plan, PlannedRun, check_against_disk, has_ended, make_plan
 from dsv3fp8.observe.compare.pool import places_for, run_all
@@ -57,6 +58,17 @@ def test_every_recipe_gets_every_seed_and_the_baseline_comes_first(tmp_path: Pat
     assert (plan.baseline, plan.window, plan.group) == ("bf16", 3, "o")
 
 
+def test_on_a_gpu_the_baseline_can_be_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "select_device", lambda _: torch.device("cuda"))
+    words = ("recipes=bf16,dsv3", "seeds=1", "baseline_seeds=2", "repeats=1", *WORDS)
+    plan = plan_of(*words)
+    assert [run.name for run in plan.runs] == ["bf16 seed 0", "bf16 seed 1", "bf16 again seed 0", "dsv3 seed 0"]
+    first, again = plan.runs[0], plan.runs[2]
+    assert again.directory.name == "bf16-seed0-again"
+    assert dataclasses.replace(again.config, run_dir="") == dataclasses.replace(first.config, run_dir="")
+    assert "training.deterministic=true repeats bits" in complaint(*words, "training.deterministic=true")
+
+
 def test_runs_differ_in_recipe_and_seed_alone() -> None:
     plan = plan_of("recipes=bf16,dsv3", "seeds=2", *WORDS)
     told = []
@@ -92,6 +104,8 @@ def test_the_baseline_may_have_more_seeds() -> None:
         (["recipes=bf16", "run_dir=x"], "run_dir=x: a comparison makes its own runs; use out=DIR"),
         (["recipes=bf16", "seeds=0"], "seeds=0 must be at least 1"),
         (["recipes=bf16", "seeds=3", "baseline_seeds=2"], "baseline_seeds=2 must be at least seeds=3"),
+        (["recipes=bf16", "seeds=1", "repeats=2"], "repeats=2 must be from 0 to the 1 seeds of the baseline"),
+        (["recipes=bf16", "repeats=1"], "repeats=1: a CPU repeats bits, so that the second run would be the first"),
         (["recipes=bf16", "baseline=dsv3"], "baseline=dsv3: no run has that recipe"),
         (["recipes=bf16", "window=61"], "window=61: give the steps to smooth over, from 1 to the 60"),
         (["recipes=bf16", "training.steps=0"], "training.steps=0 must be at least 1"),

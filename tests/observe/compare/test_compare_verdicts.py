@@ -12,7 +12,7 @@ from made_up import STEPS, falling, make_run
 
 from dsv3fp8.observe.compare.runs import read_runs
 from dsv3fp8.observe.compare.study import study
-from dsv3fp8.observe.compare.tables import findings, means, rules
+from dsv3fp8.observe.compare.tables import findings, means, rules, subtitle, title
 from dsv3fp8.observe.compare.verdict import has_blown_up, judge, worse
 
 NARROW = 1e-4
@@ -122,6 +122,30 @@ def test_means_are_over_the_seeds_that_all_recipes_have(tmp_path: Path) -> None:
     assert bf16["grad_norm"] == 1.0
     assert set(filter(None, data["curves"]["grad_norm"]["recipes"]["bf16"])) == {1.0}
     assert means(data) == "of seed 0, which all recipes have"
+
+
+def test_what_the_baseline_differs_from_itself_by_is_said_and_not_judged(tmp_path: Path) -> None:
+    """A second run 0.5 % above the first but for a step in the middle, where it is 40 % above; the band is 0.02 % wide."""
+    for seed in (0, 1):
+        make_run(tmp_path / f"b-seed{seed}", "bf16", seed, falling(seed, NARROW))
+        make_run(tmp_path / f"d-seed{seed}", "dsv3", seed, falling(seed, NARROW))
+    first = falling(0, NARROW)
+    make_run(tmp_path / "b-seed0-again", "bf16", 0, lambda step: first(step) * (1.4 if step == 120 else 1.005))
+    data = study(read_runs(sorted(tmp_path.iterdir())), window=1)
+    bf16, again, dsv3 = data["recipes"]
+    assert (again["name"], again["verdict"], again["false_alarm"]) == ("bf16 again", "again", None)
+    assert again["training"]["error"] == pytest.approx(0.005)
+    assert again["training"]["largest_error"] == (pytest.approx(0.4), 120)
+    assert (bf16["verdict"], dsv3["verdict"]) == ("baseline", "within the band")
+    assert len(bf16["training"]["loss_by_seed"]) == 2
+    assert means(data) == "means over seeds"
+    assert (title(data), "2 seeds a recipe" in subtitle(data)) == ("dsv3 against bf16", True)
+    assert (
+        "bf16 differs from itself, trained a second time from the same seed, by +0.50 % in training loss at the end, and by "
+        "+40.00 % at step 120; by +0.50 % in validation loss at the end, and by +40.00 % at step 120, where it does most: a "
+        "difference of that size at that place is no recipe's."
+    ) in findings(data)
+    assert any(line.startswith("again: ") for line in rules(data))
 
 
 def test_recipes_without_a_common_seed_have_means_of_their_own(tmp_path: Path) -> None:
