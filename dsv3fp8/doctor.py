@@ -46,13 +46,18 @@ def main(arguments: list[str]) -> int:
 
     config = load_config(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
+    torch.use_deterministic_algorithms(config.training.deterministic)  # attention goes by it
     print(f"dsv3fp8 {__version__}, recipe {config.recipe.name} on {device.type}")
     sections = {
         "Machine": machine(Path(config.run_dir)),
         "GPU": gpus(),
         "Packages": packages(),
         f"Backends of recipe {config.recipe.name} on {device.type}": backends(
-            config.recipe, device, linear_shapes(config.model), config.data.isolate_documents
+            config.recipe,
+            device,
+            linear_shapes(config.model),
+            config.data.isolate_documents,
+            (config.model.head_qk, config.model.head_v),
         ),
     }
     for title, lines in sections.items():
@@ -113,13 +118,17 @@ def packages() -> list[str]:
 
 
 def backends(
-    recipe: "Recipe", device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
+    recipe: "Recipe",
+    device: torch.device,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+    isolated: bool = False,
+    head: tuple[int, int] = (192, 128),
 ) -> list[str]:
-    """For each backend taken on this device, and each reason: the ops. `shapes` and `isolated`: see `explain`."""
+    """For each backend taken on this device, and each reason: the ops. `shapes`, `isolated` and `head`: see `explain`."""
     from dsv3fp8.kernels.explain import explain
 
     groups: dict[str, list[str]] = {}
-    for op, choice in explain(recipe, device, shapes, isolated):
+    for op, choice in explain(recipe, device, shapes, isolated, head):
         groups.setdefault(str(choice), []).append(op)
     lines = []
     for choice_text, ops in groups.items():

@@ -13,6 +13,7 @@ import dsv3fp8
 from dsv3fp8 import cli, doctor
 from dsv3fp8.config import load_config
 from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.attention import choice as attention
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.kernels.explain import explain
 from dsv3fp8.model.manifest import precision_manifest
@@ -79,10 +80,12 @@ def test_sizes_and_settings_that_decide_a_backend_are_asked_for(
     model = load_config(["model=v2_lite_16b"]).model
     manifest = precision_manifest(model, recipe("dsv3"), torch.device("cpu"))
     assert {row["op"] for row in manifest["backends"] if "cut inside" in row["reason"]} == {"gate_up.fprop", "gate_up.dgrad"}
-    monkeypatch.setattr(backend, "choose_attention", lambda device, dtype, masked: Choice("reference", f"masked={masked}"))
+    monkeypatch.setattr(
+        attention, "choose", lambda device, dtype, widths, masked: Choice("reference", f"{widths}, masked={masked}")
+    )
     assert doctor.main(["model=v2_lite_16b", "data.isolate_documents=true"]) == 0
     assert "cut inside the rows" in (text := capsys.readouterr().out)
-    assert "masked=True" in text
+    assert "(192, 128), masked=True" in text
 
 
 def test_which_gemm_takes_which_kernels_goes_by_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

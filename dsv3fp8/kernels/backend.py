@@ -393,16 +393,3 @@ def decode(source: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         if kernels.reason_against_source(source) is None:
             return kernels.decode(source, dtype)
     return source.decode().to(dtype)
-
-
-def choose_attention(device: torch.device, dtype: torch.dtype, masked: bool) -> Choice:
-    """The backend of attention. masked: documents are isolated from one another."""
-    if device.type != "cuda":
-        return Choice("reference", f"{device.type}: torch, fp32 softmax")
-    if dtype != torch.bfloat16:
-        return Choice("reference", f"cuDNN attention takes bf16, not {str(dtype).removeprefix('torch.')}")
-    if masked:
-        return Choice("reference", "isolated documents need a mask that is not plain causal")
-    if device_capability(device.index or 0)[0] < 9:
-        return Choice("reference", "cuDNN attention with unequal head sizes needs sm_90")
-    return Choice("cudnn", "cuDNN through PyTorch")

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from dsv3fp8.kernels import backend, elementwise, moe, outer, te
+from dsv3fp8.kernels.attention import choice as attention
 from dsv3fp8.kernels.backend import LOOP, Choice
 from dsv3fp8.precision.formats import E5M6
 from dsv3fp8.precision.recipe import LINEAR_OPS, ROLES, GemmSpec, OperandSpec, Recipe
@@ -20,12 +21,16 @@ from dsv3fp8.precision.tiles import ROW_128, Operand, QuantizedTensor, grid_size
 
 
 def explain(
-    recipe: Recipe, device: torch.device, shapes: Mapping[str, tuple[int, int]] | None = None, isolated: bool = False
+    recipe: Recipe,
+    device: torch.device,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+    isolated: bool = False,
+    head: tuple[int, int] = (192, 128),
 ) -> list[tuple[str, Choice]]:
     """(op, choice) of every op under a recipe on a device, without running anything heavy.
 
     shapes: (in, out) features of each linear; one that is not given stands for a large one of whole tiles.
-    isolated: documents are kept apart in attention.
+    isolated: documents are kept apart in attention. head: widths of a head's q and k, and of its v.
     """
     rows = []
     for op in LINEAR_OPS if recipe.linears == "ours" else ():
@@ -40,7 +45,7 @@ def explain(
     if recipe.linears == "te":
         rows += [(f"{op}.{gemm}", te.choose(device)) for op in LINEAR_OPS for gemm in ("fprop", "dgrad", "wgrad")]
     dtype = torch.bfloat16 if recipe.compute == "bf16" else torch.float32
-    rows.append(("attention", backend.choose_attention(device, dtype, masked=isolated)))
+    rows.append(("attention", attention.choose(device, dtype, head, masked=isolated)))
     rows += _casts(recipe, device)
     act = recipe.linear("expert_down").input
     rows += elementwise.explain(device, dtype, act.storage if act.quantized else None)

@@ -72,7 +72,7 @@ def precision_manifest(config: ModelConfig, recipe: Recipe, device: torch.device
             "promote_every": spec.promote_every,
         }
     probe = device if device.type != "meta" else torch.device("cpu")
-    taken = explain(recipe, probe, linear_shapes(config), isolated)
+    taken = explain(recipe, probe, linear_shapes(config), isolated, (config.head_qk, config.head_v))
     backends = [{"op": op, **dataclasses.asdict(choice)} for op, choice in taken]
     present = set(linears)
     return {

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsv3fp8.kernels import backend
-from dsv3fp8.kernels.attention import cudnn, reference
+from dsv3fp8.kernels.attention import choice
 from dsv3fp8.kernels.backend import quantize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.recompute import KeptInputs, keep_inputs
@@ -44,12 +44,9 @@ class AttentionCall:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        choice = backend.choose_attention(q.device, q.dtype, call.documents is not None)
-        ctx.on_cudnn = choice.backend == "cudnn"
-        if ctx.on_cudnn:
-            out, lse = cudnn.attention_forward(q, k, v, call.scale)
-        else:
-            out, lse = reference.attention_forward(q, k, v, call.scale, call.documents)
+        widths = q.shape[-1], v.shape[-1]
+        ctx.backend = choice.choose(q.device, q.dtype, widths, call.documents is not None).backend
+        out, lse = choice.forward(ctx.backend, q, k, v, call.scale, call.documents)
         flat = out.flatten(2).flatten(0, 1)
         call.output = flat
         cache: Operand = quantize(flat, E5M6, ROW_128, "pow2") if call.cache_format == "e5m6" else flat
@@ -59,7 +56,7 @@ class _Attention(torch.autograd.Function):
         ctx.restore_inputs, ctx.n_kept = call.inputs.restore, len(call.kept.tensors)
         ctx.node = ledger.here("attention")
         if ctx.node:
-            _report_forward(ctx.node, choice.backend, (q, k, v), (flat, lse, cache), call)
+            _report_forward(ctx.node, ctx.backend, (q, k, v), (flat, lse, cache), call)
         return edge_of(flat.shape, out.dtype, out.device)
 
     @staticmethod
@@ -71,12 +68,9 @@ class _Attention(torch.autograd.Function):
         # E5M6 times a power of two is exact in BF16: the rounding changes nothing.
         out = backend.decode(kept, v.dtype) if isinstance(kept, QuantizedTensor) else kept
         out, dout = out.view_as(v), dout.reshape(v.shape)
-        if ctx.on_cudnn:
-            dq, dk, dv = cudnn.attention_backward(dout, q, k, v, out, lse, ctx.scale)
-        else:
-            dq, dk, dv = reference.attention_backward(dout, q, k, v, out, lse, ctx.scale, ctx.documents)
+        dq, dk, dv = choice.backward(ctx.backend, dout, q, k, v, out, lse, ctx.scale, ctx.documents)
         if ctx.node:
-            ctx.node.ledger.note_kernel("attention", "dgrad", "cudnn" if ctx.on_cudnn else "reference", q, k, v, dout)
+            ctx.node.ledger.note_kernel("attention", "dgrad", ctx.backend, q, k, v, dout)
             reads = {"q": q, "k": k, "v": v, "lse": lse, "attn_cache": kept, "dattn_out": dout}
             ctx.node.report("backward", dq, reads, {"dq": dq, "dk": dk, "dv": dv})
         return dq, dk, dv, None

@@ -130,7 +130,7 @@ def test_a_frozen_weight_behind_a_filled_slot_gets_no_gradient(monkeypatch: pyte
     assert ledger.find("gate_up", "wgrad") == []
 
 
-# Wide enough for every kernel. The reference attention, which isolated documents take, sums in one order only.
+# Wide enough for every kernel. The attention kernels that isolated documents take sum in one order only.
 ON_A_GPU: dict[str, Any] = {
     "dim": 256, "heads": 2, "q_latent": 144, "kv_latent": 128, "head_nope": 128, "head_rope": 64, "head_v": 128, "ffn": 272,
     "expert_ffn": 144, "mtp_depth": 0, "context": 256,

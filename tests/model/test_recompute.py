@@ -176,7 +176,7 @@ def test_on_a_gpu_cudnns_backward_reads_the_q_k_v_that_its_forward_read(name: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dsv3", "tensorwise", "bf16"])
 def test_on_a_gpu_isolated_documents_give_the_same_bits(name: str) -> None:
-    """Isolated documents take the reference attention, which sums in one order only; the GEMMs are the GPU's."""
+    """Isolated documents take attention kernels that sum in one order only, as the GEMMs do."""
     config, batch = nano(mtp_depth=0, experts=2, top_k=1), windows(nano()).to("cuda")
     grads = []
     for value in ("none", *VALUES):
