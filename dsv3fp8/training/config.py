@@ -55,7 +55,8 @@ class TrainingConfig:
     # launch than to run. null: where they can be, and where the memory that the graph keeps beside that of a step outside of
     # it (one that counts flushed values, say) is there; true: an error where they cannot be; false: never.
     cuda_graph: bool | None = None
-    # Ask torch for deterministic algorithms alone (an error where an op has none). CPU runs repeat bits without it.
+    # Runs repeat their bits on a GPU too, more slowly: attention sums in one order, and torch is asked for deterministic
+    # algorithms alone (an error where an op has none). CPU runs repeat bits without it.
     deterministic: bool = False
 
     def validate(self) -> None:

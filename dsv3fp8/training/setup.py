@@ -55,6 +55,16 @@ class Run:
     steps: Choice
 
 
+def repeat_bits(wanted: bool) -> None:
+    """Whether kernels that may add in another order in the next run are refused, or replaced; before CUDA starts."""
+    if wanted:
+        # cuBLAS is deterministic only with a workspace of its own, which it reads when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # torch would also fill all memory that a step asks for, for programs that read it before they write it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted)
+
+
 def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ranks: Ranks) -> Run | None:
     """Build the run in its directory, or go on with the one that is there; None if that is finished.
 
@@ -79,10 +89,7 @@ def prepare(config: RunConfig, directory: RunDirectory, device: torch.device, ra
         keep_freed_memory()
         limit_memory()
     torch.manual_seed(config.training.seed)
-    if config.training.deterministic:
-        # cuBLAS is deterministic only with a workspace of its own, which it reads when CUDA starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.training.deterministic)
+    repeat_bits(config.training.deterministic)
     with ranks.host_by_host():
         corpus = open_corpus(config.data, report=lambda line: print(line, flush=True) if not ranks.local else None)
     ranks.require_equal(_content(corpus), "let the data keys name the same files on every node")

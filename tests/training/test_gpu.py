@@ -1,6 +1,9 @@
 """The same runs on a GPU, where there is one."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -254,3 +257,25 @@ def test_experts_add_to_the_gradient_so_far_and_change_no_bit(nano: Any, monkeyp
         runs.append(state(model, optimizer))
         monkeypatch.setattr(grouped, "running_sum", lambda _: None)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["dsv3", "bf16"])
+def test_deterministic_training_repeats_the_bits_of_its_steps(recipe: str) -> None:
+    """At a size at which cuDNN's backward adds in varying order, launched and replayed.
+
+    In a process of its own: cuBLAS looks once for the workspace that it is given for this.
+    """
+    script = Path(__file__).with_name("repeated_steps.py")
+    path = os.pathsep.join((str(script.parents[1]), os.environ.get("PYTHONPATH", "")))
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, str(script), recipe, "cuda", "16", "1024"], env={**environment, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["attention"] == "triton"
+    assert found["recorded"] == [False] * 5 + [True] * 5
+    assert len(found["gradients"]) == 10
+    assert len(set(found["gradients"])) == 1
+    assert len(set(found["states"])) == 1
