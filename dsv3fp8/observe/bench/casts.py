@@ -1,12 +1,14 @@
-"""Casts to codes and re-tiles, by the bytes that they move, beside a device copy; and attention, which has no peer here."""
+"""Casts to codes and re-tiles, by the bytes that they move, beside a device copy; and attention, cuDNN's and our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from dsv3fp8.kernels import backend
+from dsv3fp8.kernels.attention import choice as attention
 from dsv3fp8.observe.bench.operands import Setting, random, recipe_named
 from dsv3fp8.observe.bench.rates import Case, Table, Way
 from dsv3fp8.ops.quantizers import LinearQuantizers
@@ -15,6 +17,7 @@ from dsv3fp8.precision.formats import E4M3, E5M6, Format
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, Tile, ceil_div
 
 COPY = "device copy"
+DOCUMENTS = 8  # of the window in which attention keeps them apart
 
 
 def copy_way(setting: Setting) -> Way:
@@ -47,17 +50,26 @@ def cast_tables(setting: Setting) -> list[Table]:
 def attention_tables(setting: Setting) -> list[Table]:
     """Causal attention with unequal head sizes, forward and backward, 2 FLOP a multiply-add of the visible half."""
     heads, length, qk, v = size = setting.sizes.attention
-    about = f"causal, 1 × {heads} heads × {length}, q and k {qk} wide, v {v}; backward makes the scores again"
-    return [Table("attention", "Attention", "TFLOP/s", "", about, attention_cases(setting, size))]
+    about = (
+        f"causal, 1 × {heads} heads × {length}, q and k {qk} wide, v {v}; backward makes the scores again; triton: the kernels "
+        f"of training.deterministic=true; isolated: {DOCUMENTS} documents of one length"
+    )
+    isolated = attention_cases(setting, size, DOCUMENTS)
+    return [Table("attention", "Attention", "TFLOP/s", "", about, [*attention_cases(setting, size, 1, True), *isolated])]
 
 
-def attention_cases(setting: Setting, size: tuple[int, int, int, int]) -> list[Case]:
-    """Forward and backward. size: heads, tokens, q and k width, v width."""
+def attention_cases(setting: Setting, size: tuple[int, int, int, int], documents: int = 1, beside: bool = False) -> list[Case]:
+    """Forward and backward. size: heads, tokens, q and k width, v width. documents: isolated, if more than one.
+
+    beside: our own kernels too, where a run would take cuDNN.
+    """
     heads, length, qk, v = size
-    square = float(length) * length * heads  # two FLOP, half of the scores
+    square = float(length) * length * heads / documents  # two FLOP, half of the scores
+    name = "" if documents == 1 else ", isolated"
+    ways = partial(_attention, setting, size, documents, beside)
     return [
-        Case("forward", square * (qk + v), lambda: _attention(setting, size, backward=False)),
-        Case("backward", square * (3 * qk + 2 * v), lambda: _attention(setting, size, backward=True)),
+        Case(f"forward{name}", square * (qk + v), partial(ways, backward=False)),
+        Case(f"backward{name}", square * (3 * qk + 2 * v), partial(ways, backward=True)),
     ]
 
 
@@ -131,24 +143,22 @@ def _ours(call: Callable[[], object], note: str) -> Way:
     return Way("ours", lambda: [call], note=note)
 
 
-def _attention(setting: Setting, size: tuple[int, int, int, int], backward: bool) -> list[Way]:
+def _attention(setting: Setting, size: tuple[int, int, int, int], documents: int, beside: bool, *, backward: bool) -> list[Way]:
     heads, length, qk, v_width = size
     q, k, dout_wide = (random(setting, 1, length, heads, qk) for _ in range(3))
     v, dout = random(setting, 1, length, heads, v_width), dout_wide[..., :v_width].contiguous()
-    scale = qk**-0.5
-    choice = backend.choose_attention(setting.device, q.dtype, masked=False)
-    if choice.backend == "cudnn":
-        from dsv3fp8.kernels.attention import cudnn
+    ids = None
+    if documents > 1:
+        ids = (torch.arange(length, device=setting.device, dtype=torch.int32) * documents // length)[None]
+    chosen = attention.choose(setting.device, q.dtype, (qk, v_width), ids is not None)
 
-        out, lse = cudnn.attention_forward(q, k, v, scale)
-        forward = Way("ours", lambda: [lambda: cudnn.attention_forward(q, k, v, scale)], note=str(choice))
-        again = Way("ours", lambda: [lambda: cudnn.attention_backward(dout, q, k, v, out, lse, scale)], note=str(choice))
-    else:
-        from dsv3fp8.kernels.attention import reference
+    def calls(kernels: str) -> list[Callable[[], object]]:
+        if not backward:
+            return [lambda: attention.forward(kernels, q, k, v, qk**-0.5, ids)]
+        out, lse = attention.forward(kernels, q, k, v, qk**-0.5, ids)
+        return [lambda: attention.backward(kernels, dout, q, k, v, out, lse, qk**-0.5, ids)]
 
-        out, lse = reference.attention_forward(q, k, v, scale, None)
-        forward = Way("ours", lambda: [lambda: reference.attention_forward(q, k, v, scale, None)], note=str(choice))
-        again = Way(
-            "ours", lambda: [lambda: reference.attention_backward(dout, q, k, v, out, lse, scale, None)], note=str(choice)
-        )
-    return [again if backward else forward]
+    ways = [Way("ours", partial(calls, chosen.backend), note=str(chosen))]
+    if beside and setting.device.type == "cuda":
+        ways.append(Way("triton", partial(calls, "triton"), note="the same bits in every run"))
+    return ways
