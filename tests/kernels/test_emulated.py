@@ -177,9 +177,12 @@ def test_the_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipe("dsv3").linear("out") == fast
     assert [chosen(fast, bf16, k) for k in (512, 2048, 2176)] == ["gluon", "gluon", "cublaslt"]
     assert [chosen(exact, bf16, k) for k in (512, 2176, 7168)] == ["gluon"] * 3
-    for out_dtype, tile in ((fp32, BLOCK_128), (fp32, ROW_128), (bf16, Tile(1, None))):
-        assert chosen(fast, out_dtype, 512, tile) == "cublaslt"
-        assert chosen(exact, out_dtype, 512, tile) == "triton"
+    for tile in (Tile(1, None), Tile(None, None)):
+        assert [chosen(spec, bf16, 512, tile) for spec in (fast, exact)] == ["gluon", "gluon"]
+    for tile in (BLOCK_128, ROW_128):
+        assert [chosen(spec, fp32, 512, tile) for spec in (fast, exact)] == ["cublaslt", "triton"]
+    e5m2 = quantize(torch.zeros(256, 4096), E5M2, ROW_128), quantize(torch.zeros(256, 4096), E4M3, BLOCK_128)
+    assert [choose_gemm(*e5m2, fast, dtype).backend for dtype in (bf16, fp32)] == ["gluon", "triton"]
     hopper = recipe("dsv3", "accumulator=hopper").linear("out")  # which sums, not which kernel
     assert [chosen(hopper, bf16, k) for k in (512, 4096)] == ["gluon", "cublaslt"]
     every_32 = recipe("dsv3", "accumulator=hopper", "promote_every=32").linear("out")

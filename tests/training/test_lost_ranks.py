@@ -119,7 +119,8 @@ def is_stopped(run: Command, rank: int) -> bool:
 
 
 def short_silence(index: int) -> None:
-    ranks_module.Watch = functools.partial(ranks_module.Watch, silence=4.0)  # type: ignore[misc, assignment]
+    """Often looked for as well: the first sign of life is waited for longer, and steps are short."""
+    ranks_module.Watch = functools.partial(ranks_module.Watch, silence=4.0, beat=0.05)  # type: ignore[misc, assignment]
 
 
 def test_all_end_after_one_of_them_froze(command: Any, tmp_path: Path) -> None:
