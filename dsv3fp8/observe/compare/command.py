@@ -14,6 +14,7 @@ from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.group import log_group
 from dsv3fp8.observe.compare.plan import CompareConfig, Plan, check_against_disk, has_ended, make_plan
 from dsv3fp8.observe.compare.pool import places_for, run_all
+from dsv3fp8.observe.compare.recipes import AGAIN
 from dsv3fp8.observe.compare.report import NAMES, write_report
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
 from dsv3fp8.observe.compare.tables import findings, subtitle, tables_of, title
@@ -126,6 +127,8 @@ def help_text() -> str:
 def _report_on_plan(plan: Plan, out: Path) -> None:
     present = [run.directory for run in plan.runs if (run.directory / "metrics.jsonl").is_file()]
     present = [path for path in present if (path / "metrics.jsonl").stat().st_size]
+    # A second run without the first has nothing to be held against yet.
+    present = [path for path in present if not path.name.endswith(AGAIN) or Path(str(path).removesuffix(AGAIN)) in present]
     if not present:
         _say("no run has made a step, so there is nothing to report")
         return

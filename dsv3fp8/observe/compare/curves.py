@@ -56,9 +56,9 @@ def relative_error(steps: Steps, values: Curve, baseline: Curve, window: int | N
     return ours / theirs - 1 if window is None else smooth(steps, ours, window) / smooth(steps, theirs, window) - 1
 
 
-def mean_of(curves: Sequence[Curve]) -> Curve:
-    """Over those curves that have a value; NaN where none has."""
-    stacked = np.stack(curves)
+def mean_of(curves: Sequence[Curve], length: int) -> Curve:
+    """Over those curves, each of that length, that have a value; NaN where none has."""
+    stacked = np.stack(curves) if curves else np.empty((0, length))
     present = np.isfinite(stacked)
     count = present.sum(axis=0)
     return np.where(count > 0, np.where(present, stacked, 0.0).sum(axis=0) / np.maximum(count, 1), np.nan)
@@ -73,7 +73,7 @@ def band(steps: Steps, curves: Sequence[Curve], span: int) -> Curve | None:
     """
     if len(curves) < 2:
         return None
-    middle = mean_of(curves)
+    middle = mean_of(curves, len(steps))
     pairs = np.stack([(one - other) / middle for one, other in itertools.combinations(curves, 2)])
     present = np.asarray(np.isfinite(pairs).all(axis=0))
     squares = np.where(present, np.where(np.isfinite(pairs), pairs, 0.0) ** 2, 0.0).mean(axis=0)

@@ -52,6 +52,11 @@ class ComparedRun:
     error: str | None = field(default=None)
 
     @property
+    def again(self) -> bool:
+        """Whether it is a second run of the same recipe and seed, which its directory's name says."""
+        return self.directory.name.endswith(AGAIN)
+
+    @property
     def seed(self) -> int:
         """Of the initial weights and of the order of the data."""
         return self.config.training.seed
@@ -113,7 +118,7 @@ def read_runs(directories: Iterable[Path]) -> list[ComparedRun]:
     """All of them, named. UserError, one line, for a file that is not there or broken, or for the same run twice."""
     runs = [_read_run(path) for path in directories]
     for run, name in zip(runs, names_of([run.config.recipe for run in runs]), strict=True):
-        run.recipe = once_more(name) if run.directory.name.endswith(AGAIN) else name
+        run.recipe = once_more(name) if run.again else name
     first: dict[tuple[str, int], Path] = {}
     for run in runs:
         other = first.setdefault((run.recipe, run.seed), run.directory)

@@ -21,7 +21,7 @@ from dsv3fp8.observe.compare.curves import (
     relative_error,
     smooth,
 )
-from dsv3fp8.observe.compare.recipes import common_keys, once_more
+from dsv3fp8.observe.compare.recipes import AGAIN, common_keys, once_more
 from dsv3fp8.observe.compare.runs import ComparedRun, refuse_unlike
 from dsv3fp8.observe.compare.verdict import Verdict, has_blown_up, judge, worse
 
@@ -44,9 +44,10 @@ def study(
     Raises UserError for runs that cannot be compared.
     """
     refuse_unlike(runs)
-    names = list(dict.fromkeys(run.recipe for run in runs))
+    names = list(dict.fromkeys(run.recipe for run in runs if not run.again))
     baseline = choose_baseline(names, baseline)
-    names = [baseline, *(name for name in names if name != baseline)]
+    _refuse_repeats(runs, baseline)
+    names = [baseline, *dict.fromkeys(run.recipe for run in runs if run.again), *(name for name in names if name != baseline)]
     by_recipe = {name: {run.seed: run for run in sorted(runs, key=_seed) if run.recipe == name} for name in names}
     steps = runs[0].config.training.steps
     window = check_window(window, steps)
@@ -98,8 +99,20 @@ def study(
     }
 
 
+def _refuse_repeats(runs: Sequence[ComparedRun], baseline: str) -> None:
+    first = {run.seed for run in runs if run.recipe == baseline}
+    for run in runs:
+        if run.again and (run.recipe != once_more(baseline) or run.seed not in first):
+            raise UserError(
+                f"{run.directory} is {run.name}: a second run is held against the first of the baseline, {baseline}, with its "
+                "seed; add that one, or leave this one out"
+            )
+
+
 def choose_baseline(names: Sequence[str], asked: str | None) -> str:
     """The recipe that the others are held against. UserError for one that is not there."""
+    if not names:
+        raise UserError(f"all runs are second ones (directories that end with {AGAIN}): add those that they repeat")
     if asked is None:
         return "bf16" if "bf16" in names else names[0]
     if asked not in names:
@@ -111,10 +124,10 @@ def shared_seeds(by_recipe: Mapping[str, Mapping[int, ComparedRun]], again: str)
     """The seeds whose mean stands for a recipe: those that every recipe has, and where there is none, its own.
 
     Seeds differ by more than recipes do: means over unlike seeds would show that as a difference of recipes.
-    again: the baseline's second runs, of as few seeds as one likes; theirs are their own.
+    again: the baseline's second runs, which have no mean for that reason, only errors.
     """
     common = set.intersection(*(set(runs) for name, runs in by_recipe.items() if name != again))
-    return {name: sorted(runs if name == again else common or runs) for name, runs in by_recipe.items()}
+    return {name: [] if name == again else sorted(common or runs) for name, runs in by_recipe.items()}
 
 
 def check_window(asked: int | None, steps: int) -> int:
@@ -146,7 +159,11 @@ class _Loss:
         }
         self.errors = {
             name: {
-                seed: _until(run.last_step, steps, relative_error(steps, raw[name][seed], raw[baseline][seed], window))
+                seed: _until(
+                    min(run.last_step, by_recipe[baseline][seed].last_step),
+                    steps,
+                    relative_error(steps, raw[name][seed], raw[baseline][seed], window),
+                )
                 for seed, run in runs.items()
                 if seed in raw[baseline]
             }
@@ -173,19 +190,15 @@ class _Loss:
             "loss": sum(known) / len(known) if known else None,
             "loss_by_seed": losses,
             "error": sum(finite.values()) / len(finite) if finite and name != self._baseline else None,
-            "largest_error": None if name == self._baseline else self._largest(name),
+            "largest_error": None if name == self._baseline else self._largest(name, finite),
             "error_by_seed": {} if name == self._baseline else finite,
             "band": None if self.band is None or not len(self.band) else _number(self.band[-1]),
         }
 
-    def _largest(self, name: str) -> tuple[float, int] | None:
-        """The largest error of a run at any step, signed, and the step."""
-        found = [
-            (float(curve[at]), int(self.steps[at]))
-            for curve in self.errors[name].values()
-            for at in [_farthest(curve)]
-            if at >= 0
-        ]
+    def _largest(self, name: str, seeds: Collection[int]) -> tuple[float, int] | None:
+        """The largest error of one of these runs at any step, signed, and the step."""
+        curves = [self.errors[name][seed] for seed in seeds]
+        found = [(float(curve[at]), int(self.steps[at])) for curve in curves for at in [_farthest(curve)] if at >= 0]
         return max(found, key=lambda pair: abs(pair[0]), default=None)
 
     def curves(self, alike: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -196,9 +209,11 @@ class _Loss:
             "band": None if self.band is None else _plain(self.band[keep]),
             "recipes": {
                 name: {
-                    "loss": _plain(mean_of([curves[seed] for seed in alike[name]])[keep]),
+                    "loss": _plain(mean_of([curves[seed] for seed in alike[name]], len(self.steps))[keep]),
                     "loss_by_seed": {seed: _plain(curve[keep]) for seed, curve in curves.items()},
-                    "error": _plain(mean_of([*self.errors[name].values()])[keep]) if self.errors[name] else None,
+                    "error": _plain(mean_of([*self.errors[name].values()], len(self.steps))[keep])
+                    if self.errors[name]
+                    else None,
                     "error_by_seed": {seed: _plain(curve[keep]) for seed, curve in self.errors[name].items()},
                 }
                 for name, curves in self.losses.items()
@@ -279,7 +294,7 @@ def _plain_curves(
     return {
         "step": steps[keep].tolist(),
         "recipes": {
-            name: _plain(mean_of([_read(runs[seed], field, steps, window) for seed in alike[name]])[keep])
+            name: _plain(mean_of([_read(runs[seed], field, steps, window) for seed in alike[name]], len(steps))[keep])
             for name, runs in by_recipe.items()
         },
     }

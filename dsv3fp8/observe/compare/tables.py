@@ -127,16 +127,19 @@ def runs_table(data: Mapping[str, Any]) -> Table:
 def means(data: Mapping[str, Any]) -> str:
     """Over which seeds a recipe's figures are averaged, in words."""
     alike = data["settings"]["mean_seeds"]
-    if all(len(alike[recipe["name"]]) == len(recipe["runs"]) for recipe in data["recipes"]):
-        return "means over seeds"
+    recipes = [recipe for recipe in data["recipes"] if not recipe["again"]]
     seeds = alike[data["settings"]["baseline"]]
+    if any(alike[recipe["name"]] != seeds for recipe in recipes):
+        return "means over the seeds of each recipe, which are not the same ones"
+    if all(len(recipe["runs"]) == len(seeds) for recipe in recipes):
+        return "means over seeds"
     return f"of seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which all recipes have"
 
 
 def findings(data: Mapping[str, Any]) -> list[str]:
     """A sentence for each recipe but the baseline, and what the band can and cannot tell."""
     baseline = data["settings"]["baseline"]
-    seeds = next(len(r["runs"]) for r in data["recipes"] if r["baseline"])
+    seeds = next(sum(run["state"] == "complete" for run in r["runs"]) for r in data["recipes"] if r["baseline"])
     lines = [_finding(recipe, baseline) for recipe in data["recipes"] if not recipe["baseline"]]
     if all(recipe["training"]["band"] is None for recipe in data["recipes"]):
         lines.append(
@@ -229,13 +232,15 @@ def _differs_from_itself(recipe: Mapping[str, Any], baseline: str) -> str:
     parts = []
     for key in ("training", "validation"):
         part = recipe[key]
-        if part["error"] is None:
+        if part["largest_error"] is None:
             continue
         error, step = part["largest_error"]
-        parts.append(f"{_signed(part['error'])} in {key} loss at the end, and by {_signed(error)} at step {step:,}")
+        parts.append(f"{key} loss {_by_seed(part['error_by_seed'])} at the end, {_signed(error)} at step {step:,}, the most")
+    if not any((recipe[key]["largest_error"] or (0,))[0] for key in ("training", "validation")):
+        return f"{baseline}, trained a second time from the same seed, took the same steps."
     return (
-        f"{baseline} differs from itself, trained a second time from the same seed, by {'; by '.join(parts)}, where it does "
-        "most: a difference of that size at that place is no recipe's."
+        f"{baseline} differs from itself, trained a second time from the same seed, in {'; in '.join(parts)}: a difference of "
+        "that size at that place is no recipe's."
     )
 
 

@@ -59,10 +59,12 @@ def judge(
         return "diverged"
     if "unfinished" in states:
         return "unfinished"
-    if alone is not None:
+    if alone == "baseline":
         return alone
     if not errors:
         return "no baseline"
+    if alone is not None:
+        return alone
     if half_width is None:
         return "no band"
     mean = sum(errors.values()) / len(errors)

@@ -52,7 +52,7 @@ def test_an_error_is_of_the_steps_that_neither_run_skipped(window: int | None) -
 
 
 def test_a_mean_is_of_the_runs_that_have_a_value() -> None:
-    got = mean_of([np.array([1.0, math.nan, math.nan]), np.array([3.0, 5.0, math.nan])])
+    got = mean_of([np.array([1.0, math.nan, math.nan]), np.array([3.0, 5.0, math.nan])], 3)
     assert got[:2].tolist() == [2.0, 5.0]
     assert math.isnan(got[2])
 

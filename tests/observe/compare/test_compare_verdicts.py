@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from made_up import STEPS, falling, make_run
 
+from dsv3fp8.errors import UserError
 from dsv3fp8.observe.compare.runs import read_runs
 from dsv3fp8.observe.compare.study import study
 from dsv3fp8.observe.compare.tables import findings, means, rules, subtitle, title
@@ -138,14 +139,61 @@ def test_what_the_baseline_differs_from_itself_by_is_said_and_not_judged(tmp_pat
     assert again["training"]["largest_error"] == (pytest.approx(0.4), 120)
     assert (bf16["verdict"], dsv3["verdict"]) == ("baseline", "within the band")
     assert len(bf16["training"]["loss_by_seed"]) == 2
+    assert again["training"]["loss"] is again["grad_norm"] is None  # of seed 0 alone, beside means over both
+    assert not any(data["curves"]["training"]["recipes"]["bf16 again"]["loss"])
     assert means(data) == "means over seeds"
     assert (title(data), "2 seeds a recipe" in subtitle(data)) == ("dsv3 against bf16", True)
     assert (
-        "bf16 differs from itself, trained a second time from the same seed, by +0.50 % in training loss at the end, and by "
-        "+40.00 % at step 120; by +0.50 % in validation loss at the end, and by +40.00 % at step 120, where it does most: a "
+        "bf16 differs from itself, trained a second time from the same seed, in training loss seed 0: +0.50 % at the end, "
+        "+40.00 % at step 120, the most; in validation loss seed 0: +0.50 % at the end, +40.00 % at step 120, the most: a "
         "difference of that size at that place is no recipe's."
     ) in findings(data)
     assert any(line.startswith("again: ") for line in rules(data))
+
+
+def test_equal_second_runs_are_called_equal(tmp_path: Path) -> None:
+    for name in ("b-seed0", "b-seed0-again"):
+        make_run(tmp_path / name, "bf16", 0)
+    (line, *_) = findings(study(read_runs(sorted(tmp_path.iterdir()))))
+    assert line == "bf16, trained a second time from the same seed, took the same steps."
+
+
+def test_of_a_second_run_only_what_both_ran_counts(tmp_path: Path) -> None:
+    """The first stopped at step 120, and says nothing of what the second did later; no pair has ended."""
+    first = falling(0, NARROW)
+    make_run(tmp_path / "b-seed0", "bf16", 0, first, stop=120)
+    make_run(tmp_path / "b-seed0-again", "bf16", 0, lambda step: first(step) * (1.01 if step > 120 else 1))
+    data = study(read_runs(sorted(tmp_path.iterdir())))
+    again = data["recipes"][1]
+    assert again["verdict"] == "no baseline"
+    assert again["training"]["largest_error"] is None
+    curve = data["curves"]["training"]["recipes"]["bf16 again"]["error"]
+    assert {value for value in curve if value is not None} == {0.0}
+    assert "bf16 again has no finished run of bf16 with the same seed to be held against." in findings(data)
+
+
+@pytest.mark.parametrize(
+    ("runs", "baseline"),
+    [
+        ([("bf16", "a"), ("dsv3", "b"), ("dsv3", "b-again")], None),
+        ([("bf16", "a"), ("bf16", "a-again"), ("dsv3", "b")], "dsv3"),
+        ([("bf16", "a-again"), ("dsv3", "b")], None),
+    ],
+)
+def test_a_second_run_of_no_baseline_is_refused(runs: list[tuple[str, str]], baseline: str | None, tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name, recipe) for recipe, name in runs]
+    with pytest.raises(UserError, match=r"-again is (bf16|dsv3) again seed 0: a second run is held against the first"):
+        study(read_runs(paths), baseline)
+    with pytest.raises(UserError, match="all runs are second ones"):
+        study(read_runs([path for path in paths if path.name.endswith("-again")]))
+
+
+def test_the_band_says_how_many_finished_seeds_it_rests_on(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"b{seed}", "bf16", seed, stop=150 if seed == 2 else None)
+    assert any(
+        line.startswith("The bands rest on 2 seeds of bf16.") for line in findings(study(read_runs(sorted(tmp_path.iterdir()))))
+    )
 
 
 def test_recipes_without_a_common_seed_have_means_of_their_own(tmp_path: Path) -> None:
@@ -154,7 +202,8 @@ def test_recipes_without_a_common_seed_have_means_of_their_own(tmp_path: Path) -
     data = study(read_runs(sorted(tmp_path.iterdir())))
     bf16, dsv3 = data["recipes"]
     assert dsv3["training"]["loss"] == pytest.approx(1.5 * bf16["training"]["loss"], rel=1e-6)
-    assert (dsv3["verdict"], means(data)) == ("no baseline", "means over seeds")
+    assert dsv3["verdict"] == "no baseline"
+    assert means(data) == "means over the seeds of each recipe, which are not the same ones"
 
 
 def test_one_seed_of_the_baseline_makes_no_band_and_no_claim(tmp_path: Path) -> None:
