@@ -176,6 +176,40 @@ def test_extreme_scores_give_neither_nan_nor_infinity(score: float, documents: l
             assert torch.isfinite(gradient).all()
 
 
+def test_no_probability_of_backward_is_above_one() -> None:
+    """Where the log-sum-exp is of 4e8, and its last bit of 32: a row that sees one key gives it all of its gradient."""
+    q, k, v, dout = (x.abs() + 1 for x in draw(130, SMALL))
+    q, k = q * 1e4, k * 1e4
+    out, lse = attention.attention_forward(q, k, v, 1.0, None)
+    assert lse.max() > 4e8
+    dq, dk, dv = attention.attention_backward(dout, q, k, v, out, lse, 1.0, None)
+    for gradient in (dq, dk, dv):
+        assert torch.isfinite(gradient).all()
+    assert dv.double().sum(1).le(1.01 * dout.double().sum(1)).all()
+
+
+def test_scores_below_what_fp32_holds_are_not_seen() -> None:
+    """A whole block of keys at -inf, the first."""
+    q, k, v, dout = draw(140, SMALL)
+    q[..., 0], k[..., 0] = 1e30, 0.0
+    k[:, 1:66, :, 0] = -1e30
+    out, lse = attention.attention_forward(q, k, v, 1.0, None)
+    dq, dk, dv = attention.attention_backward(dout, q, k, v, out, lse, 1.0, None)
+    assert all(torch.isfinite(x).all() for x in (out, lse, dq, dk, dv))
+    k[:, 0, :, 0] = -1e30
+    out, _ = attention.attention_forward(q, k, v, 1.0, None)
+    assert torch.isfinite(out[:, 66:]).all()
+
+
+def test_documents_of_one_row_are_those_of_all() -> None:
+    q, k, v, dout = draw(70, SMALL, batch=2)
+    ids = torch.arange(70)[None] // 30
+    ours, each = (attention.attention_forward(q, k, v, 0.3, given) for given in (ids, ids.expand(2, -1)))
+    assert torch.equal(ours[0], each[0])
+    ours, each = (attention.attention_backward(dout, q, k, v, *each, 0.3, given) for given in (ids, ids.expand(2, -1)))
+    assert all(torch.equal(*pair) for pair in zip(ours, each, strict=True))
+
+
 def test_zeros() -> None:
     """Every query sees its keys alike."""
     q, k, v, dout = draw(130, SMALL)

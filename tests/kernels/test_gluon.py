@@ -125,6 +125,8 @@ ROW_CASTS = {
     "one scale": ((E4M3, TENSOR), TENSOR, False),
     "one scale an expert": ((E5M2, TENSOR), TENSOR, True),
     "a scale a row": ((E4M3, ROW), ROW, False),
+    "a scale a row, one of the weights": ((E4M3, ROW), TENSOR, False),
+    "a scale a block of rows": ((E4M3, Tile(128, None)), ROW, False),
     "blocks": ((E4M3, BLOCK_128), BLOCK_128, False),
 }
 WGRAD_CASTS = {

@@ -119,9 +119,8 @@ def _attention_forward_kernel(
                 theirs = tl.load(documents + start + tl.arange(0, KEYS))
                 scores = tl.where(mine[:, None] == theirs[None, :], scores, float("-inf"))
             new = tl.maximum(largest, tl.max(scores, 1) * scale2)
-            finite = new
-            if ISOLATED:
-                finite = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing: -inf less -inf is NaN
+            # A row that has seen nothing, or only scores below what fp32 holds: -inf less -inf is NaN.
+            finite = tl.where(new == float("-inf"), 0.0, new)
             p = tl.exp2(scores * scale2 - finite[:, None])
             faded = tl.exp2(largest - finite)
             total = total * faded + tl.sum(p, 1)

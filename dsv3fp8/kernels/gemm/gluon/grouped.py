@@ -36,7 +36,7 @@ def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype:
     if a.row_parts > 1 and a.tile.rows != 1:
         return "rows are tiled in parts, which the Gluon GEMM's regular grid cannot express"
     if _once(a, weights):
-        if weights.tile.rows == 128:
+        if weights.tile.rows == 128 or (weights.tile.rows is None and weights.row_parts > 1):
             return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
     elif a.tile not in (ROW_128, BLOCK_128) or weights.tile != BLOCK_128:
         return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
@@ -57,7 +57,7 @@ def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int =
     if dy.row_parts > 1 or x.row_parts > 1:
         return "tokens are tiled in parts, which the Gluon GEMM's regular grid cannot express"
     if _along_tokens_once(dy) and _along_tokens_once(x):
-        if 128 in (dy.tile.cols, x.tile.cols):
+        if any(t.tile.cols == 128 or (t.tile.cols is None and t.col_parts > 1) for t in (dy, x)):
             return f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
     elif _along_tokens_once(dy) or _along_tokens_once(x):
         return "an expert's one scale multiplies its finished sum, those of single blocks each block of 128 tokens"
@@ -81,7 +81,7 @@ def _formats(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
 
 def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether both have scales that are constant along K, [rows, K] each: they multiply the finished sum."""
-    return a.tile.cols is None and b.tile.cols is None
+    return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
 
 
 def _along_tokens_once(operand: QuantizedTensor) -> bool:
