@@ -3,10 +3,7 @@
 The interpreter runs interpreted_attention.py in a process of its own, because TRITON_INTERPRET=1 holds for a whole process.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.6")
 
+from interpreter import run_interpreted
 from test_triton_compiles import compiled, resources
 
 from dsv3fp8.config import load_config
@@ -172,12 +170,7 @@ def test_backward_runs_where_forward_ran_and_the_ledger_names_it(monkeypatch: py
 
 
 def test_attention_in_the_interpreter() -> None:
-    tests = Path(__file__).with_name("interpreted_attention.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    path = os.pathsep.join((str(tests.parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parents[2], check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted("interpreted_attention.py")
 
 
 def on_gpu(length: int, widths: tuple[int, int], batch: int = 2, heads: int = 4) -> list[Tensor]:

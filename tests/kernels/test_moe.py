@@ -4,10 +4,7 @@ The interpreter runs interpreted_moe.py in a process of its own, because TRITON_
 """
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.6")
 
+from interpreter import run_interpreted
 from placement import departing, place
 from test_triton import check
 from test_triton_compiles import compiled, resources
@@ -300,9 +298,4 @@ def test_on_a_gpu_a_layer_waits_for_no_count_and_a_ledger_changes_no_bit(name: s
 
 
 def test_kernels_in_the_interpreter() -> None:
-    tests = Path(__file__).with_name("interpreted_moe.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    path = os.pathsep.join((str(tests.parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parents[2], check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted("interpreted_moe.py")

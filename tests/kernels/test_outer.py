@@ -3,10 +3,7 @@
 The interpreter runs interpreted_outer.py in a process of its own, because TRITON_INTERPRET=1 holds for a whole process.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", minversion="3.6")
 
+from interpreter import run_interpreted
 from test_triton_compiles import compiled, resources
 
 from dsv3fp8.kernels.cross_entropy import reference as cross_entropy_reference
@@ -128,8 +126,4 @@ def test_on_a_gpu_the_embedding_is_the_reference(repeated: bool) -> None:
 
 
 def test_kernels_in_the_interpreter() -> None:
-    tests = Path(__file__).with_name("interpreted_outer.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parents[2], check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_interpreted("interpreted_outer.py")
