@@ -86,8 +86,7 @@ def _choose_on_hopper(a: QuantizedTensor, b: QuantizedTensor, spec: GemmSpec, ou
     exact = spec.gemm == "exact"
     why = cublaslt.reason_against(a, b)
     if (exact or why or a.shape[-1] <= FASTER_UP_TO_K) and _against_gluon(a, b, spec, out_dtype) is None:
-        ours = why or f"faster than cuBLASLt up to K = {FASTER_UP_TO_K}"
-        ours = "gemm: exact was asked for" if exact else ours
+        ours = "gemm: exact was asked for" if exact else why or f"faster than cuBLASLt up to K = {FASTER_UP_TO_K}"
         return Choice("gluon", f"{ours}: FP8 on Hopper tensor cores, promoted every 128", exact=True)
     if why is None and spec.promote_every != 128:
         why = f"cuBLASLt promotes every 128, not {spec.promote_every}"

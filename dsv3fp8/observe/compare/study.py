@@ -65,17 +65,16 @@ def study(
             seed for seed, state in states[baseline].items() if state == "complete"
         }
         ends = {key: loss.end(name, ended, alike[name]) for key, loss in (("training", trained), ("validation", validated))}
-        errors = {key: {} if name == baseline else end["error_by_seed"] for key, end in ends.items()}
         alone: Verdict | None = "baseline" if name == baseline else "again" if name == once_more(baseline) else None
         of_runs = [*states[name].values()]
-        verdicts = {key: judge(of_runs, errors[key], end["band"], alone) for key, end in ends.items()}
+        verdicts = {key: judge(of_runs, end["error_by_seed"], end["band"], alone) for key, end in ends.items()}
         per_token, reason = kept(next(iter(by_recipe[name].values())))
         seeds = len([state for state in states[baseline].values() if state == "complete"])
         recipes.append(
             {
                 "name": name,
-                "baseline": name == baseline,
-                "again": name == once_more(baseline),
+                "baseline": alone == "baseline",
+                "again": alone == "again",
                 "verdict": worse(*verdicts.values()),
                 **{f"{key}_verdict": verdict for key, verdict in verdicts.items()},
                 **ends,

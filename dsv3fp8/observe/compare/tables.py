@@ -229,15 +229,13 @@ def _finding(recipe: Mapping[str, Any], baseline: str) -> str:
 
 
 def _differs_from_itself(recipe: Mapping[str, Any], baseline: str) -> str:
+    found = {key: recipe[key] for key in ("training", "validation") if recipe[key]["largest_error"] is not None}
+    if all(part["largest_error"][0] == 0 for part in found.values()):
+        return f"{baseline}, trained a second time from the same seed, took the same steps."
     parts = []
-    for key in ("training", "validation"):
-        part = recipe[key]
-        if part["largest_error"] is None:
-            continue
+    for key, part in found.items():
         error, step = part["largest_error"]
         parts.append(f"{key} loss {_by_seed(part['error_by_seed'])} at the end, {_signed(error)} at step {step:,}, the most")
-    if not any((recipe[key]["largest_error"] or (0,))[0] for key in ("training", "validation")):
-        return f"{baseline}, trained a second time from the same seed, took the same steps."
     return (
         f"{baseline} differs from itself, trained a second time from the same seed, in {'; in '.join(parts)}: a difference of "
         "that size at that place is no recipe's."

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, add, begin, block_of, halves, promote, put, scaled, wait_for
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, MMA_64, add, begin, block_of, halves, promote, put, scaled, wait_for
 
 TILE_N = 128
 PAIRS = 3
@@ -26,7 +26,6 @@ _TILE_N = gl.constexpr(TILE_N)
 _PAIRS = gl.constexpr(PAIRS)
 _STAGES = gl.constexpr(2 * PAIRS)
 _BAND = gl.constexpr(BAND)
-_MMA_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 
 
 @gluon.jit
@@ -80,7 +79,7 @@ def _promote(p, scale, acc, ONCE: gl.constexpr):
 
 @gluon.jit
 def _store(acc, out, buffers, GROUP: gl.constexpr, row, col):
-    left, right = halves(acc.to(gl.bfloat16), _MMA_64)
+    left, right = halves(acc.to(gl.bfloat16), MMA_64)
     put(left, out, buffers.index(2 * GROUP), row, col)
     put(right, out, buffers.index(2 * GROUP + 1), row, col + 64)
 
@@ -91,14 +90,14 @@ def _store_scaled(
     A_TILE: gl.constexpr,
 ):  # fmt: skip
     """acc * fp32(s_a * s_b), by halves for the registers that scales of columns take. No steps: zeros of no expert."""
-    parts = halves(acc, _MMA_64)
+    parts = halves(acc, MMA_64)
     there = gl.where(steps > 0, 1, 0)
     scale_rows = row // A_TILE  # of all 64 rows, or of the first
     if A_TILE == 1:
-        scale_rows += gl.arange(0, 64, gl.SliceLayout(1, _MMA_64))
+        scale_rows += gl.arange(0, 64, gl.SliceLayout(1, MMA_64))
     s_a = gl.load(a_scale + scale_rows * a_stride, mask=scale_rows < there * m, other=0.0)
     for i in gl.static_range(2):
-        cols = gl.minimum(col + 64 * i + gl.arange(0, 64, gl.SliceLayout(0, _MMA_64)), b_scales - 1)
+        cols = gl.minimum(col + 64 * i + gl.arange(0, 64, gl.SliceLayout(0, MMA_64)), b_scales - 1)
         s_b = gl.load(b_scale + (expert * b_scales + cols), mask=cols < there * b_scales, other=0.0)
         scale = (gl.expand_dims(s_a, 1) if A_TILE == 1 else s_a) * gl.expand_dims(s_b, 0)
         put(scaled(parts[i], scale).to(gl.bfloat16), out, buffers.index(2 * GROUP + i), row, col + 64 * i)

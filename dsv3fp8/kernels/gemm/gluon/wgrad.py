@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from dsv3fp8.kernels.gemm.gluon.pieces import MMA, add, begin, block_of, halves, promote_columns, put, scaled, wait_for
+from dsv3fp8.kernels.gemm.gluon.pieces import MMA, MMA_64, add, begin, block_of, halves, promote_columns, put, scaled, wait_for
 
 TILE_K = 128
 STAGES = 5
@@ -21,7 +21,6 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}  # see rows.py
 _TILE_K = gl.constexpr(TILE_K)
 _STAGES = gl.constexpr(STAGES)
 _BAND = gl.constexpr(BAND)
-_MMA_64 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 _MMA_32 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 
 
@@ -72,16 +71,16 @@ def _start(dy_ring, x_ring, full, step, there, zeros, GROUP: gl.constexpr):
 def _add(p, dy_scales, x_scales, step, GROUP: gl.constexpr, left, right, ONCE: gl.constexpr):
     """p times the scales of its stage, added. Before the stage is given back: read later, scales were seen to be the next's."""
     stage = step % _STAGES
-    p_left, p_right = halves(p, _MMA_64)
+    p_left, p_right = halves(p, MMA_64)
     if ONCE:
         left = add(p_left, left)
         right = add(p_right, right)
     else:
-        s_rows = gl.expand_dims(dy_scales.index(stage).slice(64 * GROUP, 64).load(gl.SliceLayout(1, _MMA_64)), 1)
+        s_rows = gl.expand_dims(dy_scales.index(stage).slice(64 * GROUP, 64).load(gl.SliceLayout(1, MMA_64)), 1)
         # By halves, so that the scales of 128 columns are not in registers at once.
-        s_left = gl.expand_dims(x_scales.index(stage).slice(0, 64).load(gl.SliceLayout(0, _MMA_64)), 0)
+        s_left = gl.expand_dims(x_scales.index(stage).slice(0, 64).load(gl.SliceLayout(0, MMA_64)), 0)
         left = promote_columns(p_left, s_rows, s_left, left)
-        s_right = gl.expand_dims(x_scales.index(stage).slice(64, 64).load(gl.SliceLayout(0, _MMA_64)), 0)
+        s_right = gl.expand_dims(x_scales.index(stage).slice(64, 64).load(gl.SliceLayout(0, MMA_64)), 0)
         right = promote_columns(p_right, s_rows, s_right, right)
     return left, right
 
@@ -89,8 +88,8 @@ def _add(p, dy_scales, x_scales, step, GROUP: gl.constexpr, left, right, ONCE: g
 @gluon.jit
 def _finish(half, dy_scale, x_scale, first, steps, row, col, dy_width, dy_stride, x_width, x_stride):
     """The finished sum of an expert's tokens times fp32(s_dy * s_x), which stand at its first block of them; zeros of none."""
-    rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, _MMA_64)), dy_width - 1)
-    cols = gl.minimum(col + gl.arange(0, 64, gl.SliceLayout(0, _MMA_64)), x_width - 1)
+    rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, MMA_64)), dy_width - 1)
+    cols = gl.minimum(col + gl.arange(0, 64, gl.SliceLayout(0, MMA_64)), x_width - 1)
     there = gl.where(steps > 0, 1, 0)
     s_dy = gl.load(dy_scale + (first * dy_stride + rows), mask=rows < there * dy_width, other=0.0)
     s_x = gl.load(x_scale + (first * x_stride + cols), mask=cols < there * x_width, other=0.0)
@@ -131,8 +130,8 @@ def _multiply(
     k_tiles, n, k, dy_width, dy_stride, x_width, x_stride, ADD: gl.constexpr, ONCE: gl.constexpr,
 ):  # fmt: skip
     zeros = gl.full([64, 128], 0.0, gl.float32, MMA)
-    left = gl.full([64, 64], 0.0, gl.float32, _MMA_64)
-    right = gl.full([64, 64], 0.0, gl.float32, _MMA_64)
+    left = gl.full([64, 64], 0.0, gl.float32, MMA_64)
+    right = gl.full([64, 64], 0.0, gl.float32, MMA_64)
     nothing = left
     step = 0
     expert = 0
