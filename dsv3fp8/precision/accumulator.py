@@ -60,7 +60,7 @@ def block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | st
     Raises ValueError for longer chains across scales, and for operands whose K is cut differently.
     """
     check_codes(a.codes, b.codes)
-    if constant_along_k(a) and constant_along_k(b):
+    if a.constant_along_k and b.constant_along_k:
         return canonical(products(a.codes, b.codes, promote_every) * (a.expanded_rows() * b.expanded_rows().mT))
     blocks = k_blocks(a, b)
     interval = block_chain_length(promote_every)
@@ -144,11 +144,6 @@ def block_chain_length(promote_every: int | str) -> int:
     return int(promote_every)
 
 
-def constant_along_k(operand: QuantizedTensor) -> bool:
-    """Whether every row has one scale over all of K (the columns)."""
-    return operand.tile.cols is None and operand.col_parts == 1
-
-
 def scales_rows_of_b(b: QuantizedTensor) -> bool:
     """Whether b has a scale per row: then s_a and s_b multiply one after the other."""
     return b.tile.rows == 1
@@ -156,7 +151,7 @@ def scales_rows_of_b(b: QuantizedTensor) -> bool:
 
 def k_blocks(a: QuantizedTensor, b: QuantizedTensor) -> list[tuple[int, int]]:
     """(start, stop) of the K blocks, in order; each lies within one tile of a and one of b."""
-    tiled = [operand for operand in (a, b) if not constant_along_k(operand)]
+    tiled = [operand for operand in (a, b) if not operand.constant_along_k]
     for operand in tiled:
         if operand.tile.cols != BLOCK:
             raise ValueError(f"no block-scaled sum for tile {operand.tile}: tiles are {BLOCK} along K, or all of it")

@@ -68,6 +68,11 @@ class QuantizedTensor:
         """Bytes of codes and scales as stored."""
         return self.codes.nbytes + self.scale.nbytes
 
+    @property
+    def constant_along_k(self) -> bool:
+        """Whether no scale of it, as an operand [rows, K], changes along K. Where none of both does, they multiply the sum."""
+        return self.tile.cols is None and self.col_parts == 1
+
     def decode(self) -> Tensor:
         """fp32(code * scale), [..., R, C]."""
         values = decode(self.codes, self.format)[..., : self.shape[-1]]

@@ -184,7 +184,7 @@ def some(count: int, seed: int) -> Tensor:
 def expected(a: QuantizedTensor, b: QuantizedTensor, promote: int | str, rows: Tensor, cols: Tensor) -> Tensor:
     """The tensor core's sums by the emulator; their scales and the outer sum written out from the contract."""
     codes = a.codes.cpu()[rows], b.codes.cpu()[cols]
-    if accumulator.constant_along_k(a) and accumulator.constant_along_k(b):
+    if a.constant_along_k and b.constant_along_k:
         s_a, s_b = (q.expanded_rows().expand(q.shape[0], 1).cpu()[i] for q, i in ((a, rows), (b, cols)))
         return emulated.products(*codes, promote) * (s_a * s_b.mT)
     blocks = accumulator.k_blocks(a, b)

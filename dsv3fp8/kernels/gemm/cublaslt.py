@@ -35,7 +35,7 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) ->
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
-    once = a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
+    once = a.constant_along_k and b.constant_along_k
     blocks = ceil_div(k, 128)
     codes_a, codes_b = _padded(a.codes), _padded(b.codes)
     rows_a, rows_b = codes_a.shape[0], codes_b.shape[0]

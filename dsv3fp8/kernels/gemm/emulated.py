@@ -54,7 +54,7 @@ def block_scaled(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | st
     if reason_against_compiled(a.codes.device):
         return accumulator.block_scaled(a, b, promote_every)
     accumulator.check_codes(a.codes, b.codes)
-    if accumulator.constant_along_k(a) and accumulator.constant_along_k(b):
+    if a.constant_along_k and b.constant_along_k:
         total = products(a.codes, b.codes, promote_every)
         return accumulator.canonical(total * (a.expanded_rows() * b.expanded_rows().mT))
     blocks = accumulator.k_blocks(a, b)

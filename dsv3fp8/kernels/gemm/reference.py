@@ -38,7 +38,7 @@ def matmul_nt(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     with plain_matmul(device):
         if not isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
             return _plain(a, b, out_dtype)
-        if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and _constant_along_k(a) and _constant_along_k(b):
+        if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and a.constant_along_k and b.constant_along_k:
             total = decode(a.codes, a.format) @ decode(b.codes, b.format).mT
             return (total * (a.expanded_scale() * b.expanded_scale().mT)).to(out_dtype)
         return (values_of(a).float() @ values_of(b).float().mT).to(out_dtype)
@@ -51,7 +51,3 @@ def _plain(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return torch.mm(a, b.mT, out_dtype=torch.float32)
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     return (a.to(wide) @ b.to(wide).mT).to(out_dtype)
-
-
-def _constant_along_k(operand: QuantizedTensor) -> bool:
-    return operand.tile.cols is None and operand.col_parts == 1

@@ -27,11 +27,11 @@ NEVER = 0  # chain length that stands for "never"
 def reason_against(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | str) -> str | None:
     """Why this kernel cannot compute a @ b^T as asked, or None when it can. Looks at formats and tiles, not at values."""
     for operand in (a, b):
-        if operand.format not in (E4M3, E5M2):
-            return f"the tensor core has no {operand.format.name}"
+        if (against := reason_against_format(operand)) is not None:
+            return against
         if operand.tile.cols not in (None, 128) or operand.tile.rows not in (None, 1, 128):
             return f"no tensor core sum for tile {operand.tile}"
-    if constant_along_k(a, b):
+    if a.constant_along_k and b.constant_along_k:
         whole = promote_every in (32, 64, "never") or (isinstance(promote_every, int) and promote_every % 128 == 0)
         return None if whole else f"promote_every={promote_every} ends inside a block of 128"
     if promote_every not in (32, 64, 128):
@@ -39,6 +39,11 @@ def reason_against(a: QuantizedTensor, b: QuantizedTensor, promote_every: int | 
     if len({parts_of_k(operand) for operand in (a, b) if operand.tile.cols is not None}) > 1:
         return "the tiles of the two operands end at different places along K"
     return None
+
+
+def reason_against_format(operand: QuantizedTensor) -> str | None:
+    """Why the tensor core cannot read these codes, or None when it can."""
+    return None if operand.format in (E4M3, E5M2) else f"the tensor core has no {operand.format.name}"
 
 
 def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, promote_every: int | str = 128) -> Tensor:
@@ -106,13 +111,9 @@ def how_scales_enter(a: QuantizedTensor, b: QuantizedTensor) -> tuple[str, bool,
     """
     rows, parts = b.tile.rows, b.row_parts
     one_b_scale = rows is None or (rows == 128 and (parts == 1 or b.shape[-2] // parts % 128 == 0))
-    if constant_along_k(a, b):
+    if a.constant_along_k and b.constant_along_k:
         return "once", one_b_scale, 1
     return "row" if rows == 1 else "block", one_b_scale, max(parts_of_k(a), parts_of_k(b))
-
-
-def constant_along_k(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
 
 
 def parts_of_k(operand: QuantizedTensor) -> int:

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv3fp8.kernels.gemm.gluon import rows, wgrad
-from dsv3fp8.precision.formats import E4M3, E5M2
+from dsv3fp8.kernels.gemm.triton import reason_against_format
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, ceil_div, expand_grid
 
 CODES = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -29,17 +29,18 @@ SCALES = gl.NVMMASharedLayout(0, 32, rank=1)
 def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype: torch.dtype) -> str | None:
     """Why `grouped_rows` and `matmul_nt` cannot compute this, or None when they can. Looks at formats, tiles and sizes only."""
     k, n = a.shape[-1], weights.shape[-2]
-    if (against := _formats(a, weights)) is not None:
+    other_tiles = f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
+    if (against := reason_against_format(a) or reason_against_format(weights)) is not None:
         return against
     if out_dtype != torch.bfloat16:
         return f"Gluon's fprop and dgrad give bf16, not {str(out_dtype).removeprefix('torch.')}"
     if a.row_parts > 1 and a.tile.rows != 1:
         return "rows are tiled in parts, which the Gluon GEMM's regular grid cannot express"
-    if _once(a, weights):
+    if a.constant_along_k and weights.constant_along_k:
         if weights.tile.rows == 128 or (weights.tile.rows is None and weights.row_parts > 1):
-            return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
+            return other_tiles
     elif a.tile not in (ROW_128, BLOCK_128) or weights.tile != BLOCK_128:
-        return f"no Gluon GEMM for tiles {a.tile} x {weights.tile}"
+        return other_tiles
     elif any(t.col_parts > 1 and k // t.col_parts % 128 for t in (a, weights)):
         return "a tile is cut inside K, which the Gluon GEMM's regular grid cannot express"
     elif weights.row_parts > 1 and n // weights.row_parts % 128:
@@ -52,17 +53,18 @@ def reason_against_rows(a: QuantizedTensor, weights: QuantizedTensor, out_dtype:
 def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int = 2) -> str | None:
     """Why `grouped_wgrad` cannot compute this, or None when it can. Looks at formats, tiles and sizes only."""
     n, k = dy.shape[-1], x.shape[-1]
-    if (against := _formats(dy, x)) is not None:
+    other_tiles = f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
+    if (against := reason_against_format(dy) or reason_against_format(x)) is not None:
         return against
     if dy.row_parts > 1 or x.row_parts > 1:
         return "tokens are tiled in parts, which the Gluon GEMM's regular grid cannot express"
     if _along_tokens_once(dy) and _along_tokens_once(x):
         if any(t.tile.cols == 128 or (t.tile.cols is None and t.col_parts > 1) for t in (dy, x)):
-            return f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
+            return other_tiles
     elif _along_tokens_once(dy) or _along_tokens_once(x):
         return "an expert's one scale multiplies its finished sum, those of single blocks each block of 128 tokens"
     elif dy.tile not in (COLUMN_128, BLOCK_128) or x.tile != COLUMN_128:
-        return f"no Gluon GEMM for tiles {dy.tile} x {x.tile}"
+        return other_tiles
     elif dy.tile == BLOCK_128 and dy.col_parts > 1 and n // dy.col_parts % 128:
         return "a tile is cut inside the columns, which the Gluon GEMM's regular grid cannot express"
     if k % 16:
@@ -70,18 +72,6 @@ def reason_against_wgrad(dy: QuantizedTensor, x: QuantizedTensor, experts: int =
     if experts > 1 and n % 64:
         return f"the Gluon wgrad stores 64 rows at a time, which N = {n} would carry into the next expert"
     return None
-
-
-def _formats(a: QuantizedTensor, b: QuantizedTensor) -> str | None:
-    for operand in (a, b):
-        if operand.format not in (E4M3, E5M2):
-            return f"the tensor core has no {operand.format.name}"
-    return None
-
-
-def _once(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether both have scales that are constant along K, [rows, K] each: they multiply the finished sum."""
-    return a.tile.cols is None and b.tile.cols is None and a.col_parts == b.col_parts == 1
 
 
 def _along_tokens_once(operand: QuantizedTensor) -> bool:
@@ -109,8 +99,8 @@ def matmul_nt(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = t
 
 
 def _product(a: QuantizedTensor, b: QuantizedTensor, codes: Tensor, scale: Tensor, groups: Tensor | None) -> Tensor:
-    a_codes, tile_rows = a.codes.contiguous(), a.tile.rows or 0
-    return torch.ops.dsv3fp8.gluon_rows(a_codes, a.scale, codes, scale, groups, tile_rows, _once(a, b))
+    once = a.constant_along_k and b.constant_along_k
+    return torch.ops.dsv3fp8.gluon_rows(a.codes.contiguous(), a.scale, codes, scale, groups, a.tile.rows or 0, once)
 
 
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, starts: Tensor, into: Tensor | None = None) -> Tensor:

@@ -56,7 +56,7 @@ def reachable(scales: str, promote: Promotion) -> bool:
 
 def product(a: QuantizedTensor, b: QuantizedTensor, promote: Promotion) -> Tensor:
     """a @ b^T as the chip sums it, or as chain.py defines it where the chip cannot."""
-    constant_along_k = a.tile.cols is None and b.tile.cols is None
+    constant_along_k = a.constant_along_k and b.constant_along_k
     return emulated_block_scaled(a, b, promote) if constant_along_k or promote != "never" else chain(a, b)
 
 
