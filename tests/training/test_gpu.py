@@ -66,7 +66,7 @@ def test_a_snapshot_holds_what_was_on_the_gpu_when_it_was_taken(tmp_path: Path) 
     for step in (1, 2):
         for tensor in tensors.values():
             tensor.add_(1)
-        saver.save(step, tensors, {}, random_states(torch.device("cuda")))
+        saver.save(step, tensors, {"step": step}, random_states(torch.device("cuda")))
         for tensor in tensors.values():
             tensor.fill_(-step)
     saver.wait()
