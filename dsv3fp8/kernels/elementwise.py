@@ -18,7 +18,7 @@ from dsv3fp8.kernels.norm import reference as norm_reference
 from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope.reference import Both, Cast
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
-from dsv3fp8.precision import flush
+from dsv3fp8.precision import cast_meter
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
@@ -121,11 +121,11 @@ def _with_casts(choice: Choice, kernels: str, reference: ModuleType, name: str, 
     """An op whose casts ride on it, on the backend of `choice`."""
     if choice.backend != "triton":
         return getattr(reference, name)(*arguments)
-    if flush.active_meter() is not None:
+    if cast_meter.active_meter() is not None:
         # The kernel's casts count nothing. The reference counts what they see, and only that is taken from it: its sums may
         # differ in the last bit, and to be counted must not change a result.
         getattr(reference, name)(*arguments)
-    with flush.uncounted():
+    with cast_meter.uncounted():
         return getattr(triton_kernels(kernels), name)(*arguments)
 
 

@@ -16,7 +16,7 @@ from dsv3fp8.kernels.exchange.reference import Layout
 from dsv3fp8.kernels.residual import reference as residual_reference
 from dsv3fp8.kernels.router import reference as router_reference
 from dsv3fp8.kernels.router.reference import Kept, Rule
-from dsv3fp8.precision import flush
+from dsv3fp8.precision import cast_meter
 from dsv3fp8.precision.formats import Format
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor
 
@@ -84,7 +84,7 @@ def weigh_cast(
     dy: Tensor, copy: Tensor, slot: Tensor, weights: Tensor, out: Tensor, fmt: Format, kind: str
 ) -> tuple[QuantizedTensor, Tensor]:
     kernels = _exchange(copy.device, slot.shape[1], 1, dy.dtype, fmt)
-    if kernels is not exchange_reference and flush.active_meter() is not None:
+    if kernels is not exchange_reference and cast_meter.active_meter() is not None:
         # The kernel's cast counts nothing; the reference counts, and nothing else of it is taken.
         exchange_reference.weigh_cast(dy, copy, slot, weights, out, fmt, kind)
     return kernels.weigh_cast(dy, copy, slot, weights, out, fmt, kind)

@@ -18,7 +18,7 @@ from dsv3fp8.ops.norm import normalize
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.stash import Stash
 from dsv3fp8.ops.weights import WeightCodes, compute_dtype
-from dsv3fp8.precision.flush import uncounted
+from dsv3fp8.precision.cast_meter import uncounted
 from dsv3fp8.precision.tiles import Operand
 
 

@@ -7,6 +7,7 @@ and ml_dtypes give NaN, others saturate. NaN stays NaN. Scales live in `tiles`; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +16,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format. `max` is the largest finite value; `bits` what one stored value takes."""
+    """A storage format. `max`: the largest finite value; `bits`: of a stored value; `mantissa`: those of its fraction."""
 
     name: str
     max: float
     bits: int
     dtype: torch.dtype
+    mantissa: int
+
+    @property
+    def saturates_above(self) -> float:
+        """Half a step beyond `max`. What is larger has no code near it: `max` stands in for it."""
+        return self.max + 2.0 ** (math.floor(math.log2(self.max)) - self.mantissa - 1)
 
 
-E4M3 = Format("e4m3", 448.0, 8, torch.float8_e4m3fn)
-E5M2 = Format("e5m2", 57344.0, 8, torch.float8_e5m2)
-E5M6 = Format("e5m6", 65024.0, 12, torch.uint8)  # two codes packed in three bytes
+E4M3 = Format("e4m3", 448.0, 8, torch.float8_e4m3fn, 3)
+E5M2 = Format("e5m2", 57344.0, 8, torch.float8_e5m2, 2)
+E5M6 = Format("e5m6", 65024.0, 12, torch.uint8, 6)  # two codes packed in three bytes
 FORMATS = {f.name: f for f in (E4M3, E5M2, E5M6)}
 
 E5M6_NAN = 0x7E0  # exponent all ones, quiet bit set

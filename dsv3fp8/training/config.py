@@ -53,7 +53,7 @@ class TrainingConfig:
     profile: int = 0
     # Whether steps are recorded as a CUDA graph and replayed, which changes no bit: for models whose kernels take longer to
     # launch than to run. null: where they can be, and where the memory that the graph keeps beside that of a step outside of
-    # it (one that counts flushed values, say) is there; true: an error where they cannot be; false: never.
+    # it (one that counts what casts lose, say) is there; true: an error where they cannot be; false: never.
     cuda_graph: bool | None = None
     # Runs repeat their bits on a GPU too, more slowly: attention sums in one order, and torch is asked for deterministic
     # algorithms alone (an error where an op has none). CPU runs repeat bits without it.

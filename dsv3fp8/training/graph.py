@@ -20,7 +20,7 @@ from dsv3fp8.kernels.explain import reads_counts
 from dsv3fp8.model.manifest import linear_shapes
 from dsv3fp8.model.targets import Totals
 from dsv3fp8.parallel.ranks import ALONE, Ranks
-from dsv3fp8.precision import flush, ledger
+from dsv3fp8.precision import cast_meter, ledger
 from dsv3fp8.training.optimizer import MOMENT_DTYPES, AdamW
 from dsv3fp8.training.step import StepResult, Window, count_step, moved, take_step
 
@@ -118,7 +118,7 @@ class StepGraph:
 
     def _counts(self, micro_batches: Sequence["Batch"]) -> bool:
         """`_is_ready` as far as this rank is concerned."""
-        watched = flush.active_meter() is not None or ledger.active() is not None or torch._C._autograd._profiler_enabled()
+        watched = cast_meter.active_meter() is not None or ledger.active() is not None or torch._C._autograd._profiler_enabled()
         self._last = False
         if watched or any(batch.documents is not None for batch in micro_batches):
             return False

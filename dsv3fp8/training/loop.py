@@ -15,7 +15,7 @@ from dsv3fp8.config import RunConfig
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
 from dsv3fp8.parallel.ranks import join
-from dsv3fp8.precision.flush import FlushMeter, flushed_share, measure_flush
+from dsv3fp8.precision.cast_meter import CastCounts, CastMeter, measure_casts
 from dsv3fp8.training.checks import select_device, validate_run
 from dsv3fp8.training.graph import StepGraph
 from dsv3fp8.training.metrics import expert_balance
@@ -30,9 +30,9 @@ from dsv3fp8.training.speed import Speedometer, memory
 from dsv3fp8.training.state import begin_checkpoint
 from dsv3fp8.training.step import StepResult, train_step, validate
 
-# Values flushed to zero are counted on every so many logged steps: counting makes a step of the CPU reference 19 % longer.
+# What casts lose is counted on every so many logged steps: counting makes a step of the CPU reference 19 % longer.
 # Not on a GPU, where a counted step casts in torch, and is no replayed one: ten times as long on an H200.
-FLUSH_EVERY = 10
+COUNT_EVERY = 10
 
 
 def train(config: RunConfig) -> int:
@@ -70,7 +70,7 @@ class Loop:
         self.profiler = StepProfiler(profiled, run.directory.profile, self.state.step + 1)
         stack.callback(self.profiler.close)
         self.graph: StepGraph | None = None
-        self._flush_every = FLUSH_EVERY * self.training.log_every if run.device.type == "cpu" else 0
+        self._count_every = COUNT_EVERY * self.training.log_every if run.device.type == "cpu" else 0
         if run.steps.backend == "graph":
             launched = None if self.training.cuda_graph else self._say_launched
             self.graph = StepGraph(run.model, run.optimizer, self.training.clip, run.ranks, launched)
@@ -112,7 +112,7 @@ class Loop:
         validating = step == training.steps or _is_due(step, training.validate_every)
         logging = validating or step == 1 or _is_due(step, training.log_every)
         lr = learning_rate(state.updates + 1, run.config.schedule, run.config.optimizer.lr, training.steps)
-        counting = validating or step == 1 or _is_due(step, self._flush_every)
+        counting = validating or step == 1 or _is_due(step, self._count_every)
         with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
             if self.graph is None:
@@ -131,10 +131,12 @@ class Loop:
         if not logging and result.applied:
             self.records.advance(step)
             return {}
+        counts = CastCounts(*run.ranks.sum_counts(meter.counts())) if meter else None
         record = {
             **self._figures(result, lr),
             **expert_balance(result.expert_load),
-            "flushed_share": flushed_share(*run.ranks.sum_counts(meter.counts())) if meter else None,
+            "flushed_share": counts.flushed_share if counts else None,
+            "saturated_share": counts.saturated_share if counts else None,
             **validation,
             **self.speed.read(),
             **memory(run.device),
@@ -203,12 +205,12 @@ class Loop:
 
 
 @contextlib.contextmanager
-def _measured(counting: bool) -> Iterator[FlushMeter | None]:
-    """Count flushed values, or do not."""
+def _measured(counting: bool) -> Iterator[CastMeter | None]:
+    """Count what casts lose, or do not."""
     if not counting:
         yield None
         return
-    with measure_flush() as meter:
+    with measure_casts() as meter:
         yield meter
 
 

@@ -16,7 +16,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
-from dsv3fp8.precision.flush import measure_flush
+from dsv3fp8.precision.cast_meter import measure_casts
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, QuantizedTensor, values_of
@@ -189,7 +189,7 @@ def test_ops_with_casts_are_counted_by_the_reference_and_give_their_kernels_resu
     }
     for name, call in calls.items():
         alone = call()
-        with measure_flush() as meter:
+        with measure_casts() as meter:
             counted = call()
         assert meter._counts, name
         for got, want in zip(_flat(counted), _flat(alone), strict=True):

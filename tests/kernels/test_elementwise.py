@@ -29,7 +29,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.rope import triton as rope
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.kernels.swiglu import triton as swiglu
-from dsv3fp8.precision import flush
+from dsv3fp8.precision import cast_meter
 from dsv3fp8.precision.formats import E4M3
 from dsv3fp8.precision.tiles import COLUMN_128, ROW_128, values_of
 
@@ -105,22 +105,22 @@ def test_a_fused_swiglu_is_counted_without_a_change_of_its_result(monkeypatch: p
     class Kernels:
         @staticmethod
         def forward_cast(*arguments: Any) -> Any:
-            with flush.uncounted():
+            with cast_meter.uncounted():
                 cache, act = swiglu_reference.forward_cast(*arguments)
             return cache, dataclasses.replace(act, codes=torch.full_like(act.codes.view(torch.uint8), 9).view(act.codes.dtype))
 
     h = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     h[:, :64] *= 1e-9
     arguments = (h, torch.ones(128), "fp32", True, E4M3, "fp32")
-    with flush.measure_flush() as want:
+    with cast_meter.measure_casts() as want:
         swiglu_reference.forward_cast(*arguments)
     monkeypatch.setattr(elementwise, "choose_swiglu", lambda *_: Choice("triton", "pretended"))
     for room in (backend, elementwise):
         monkeypatch.setattr(room, "triton_kernels", lambda _: Kernels)
-    with flush.measure_flush() as meter:
+    with cast_meter.measure_casts() as meter:
         _, act = elementwise.swiglu_forward_cast(*arguments)
     assert set(act.codes.view(torch.uint8).unique().tolist()) == {9}
-    assert meter.share() == want.share() > 0
+    assert meter.counts().flushed_share == want.counts().flushed_share > 0
 
 
 def draw(rows: int, cols: int, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from dsv3fp8.kernels.gemm import cublaslt, emulated
 from dsv3fp8.kernels.gemm import triton as gemm
 from dsv3fp8.kernels.quantize import reference
 from dsv3fp8.kernels.quantize import triton as kernels
-from dsv3fp8.precision import accumulator, flush
+from dsv3fp8.precision import accumulator, cast_meter
 from dsv3fp8.precision.formats import E4M3, E5M2, E5M6, Format
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
 
@@ -157,9 +157,9 @@ def test_what_a_meter_counts_does_not_depend_on_the_backend() -> None:
     x = draw(256, 512, 0).nan_to_num(0, 0, 0).bfloat16()
     shares = []
     for given in (x, x.cuda()):
-        with flush.measure_flush() as meter:
+        with cast_meter.measure_casts() as meter:
             backend.retile(backend.quantize(given, E4M3, ROW_128), COLUMN_128)
-        shares.append(meter.share())
+        shares.append(meter.counts().flushed_share)
     assert shares[0] == shares[1] > 0
 
 
@@ -288,7 +288,7 @@ def test_casts_that_stay_with_torch_say_why() -> None:
     assert "e5m6 with tile 128x1" in str(kernels.reason_against(E5M6, COLUMN_128, 8))
     assert "odd width" in str(kernels.reason_against(E5M6, ROW_128, 6, 2))
     assert kernels.reason_against(E5M6, ROW_128, 8, 2) is None
-    with flush.measure_flush():
+    with cast_meter.measure_casts():
         assert "being counted" in str(kernels.reason_against(E4M3, ROW_128, 8))
     source = reference.quantize(torch.zeros(8, 400), E4M3, COLUMN_128)
     with pytest.raises(ValueError, match="in tiles 128x1"):

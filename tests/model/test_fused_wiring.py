@@ -17,7 +17,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.slot import GradientSlot
-from dsv3fp8.precision.flush import measure_flush, uncounted
+from dsv3fp8.precision.cast_meter import measure_casts, uncounted
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 
@@ -56,10 +56,10 @@ def outcome(name: str, *overrides: str, **sizes: Any) -> tuple[dict[str, torch.T
     """(gradients, ledger, share of flushed values) of a step."""
     config = nano(**{**SIZES, **sizes})
     model = build(config, recipe(name, *overrides))
-    with measure_flush() as meter:
+    with measure_casts() as meter:
         gradients(model, [windows(config)])
     with observe_ops() as ledger:
-        return gradients(model, [windows(config)]), ledger, meter.share()
+        return gradients(model, [windows(config)]), ledger, meter.counts().flushed_share
 
 
 def assert_same_outcome(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **sizes: Any) -> list[str]:

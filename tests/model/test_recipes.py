@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv3fp8.model.manifest import format_manifest
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.ops.quantizers import ScaleState
-from dsv3fp8.precision.flush import measure_flush
+from dsv3fp8.precision.cast_meter import measure_casts
 from dsv3fp8.precision.recipe import Recipe
 
 # Every token goes to every expert: quantization cannot change the choice.
@@ -89,16 +89,16 @@ def test_keeping_swiglus_output_changes_no_bit() -> None:
 def test_the_same_seed_gives_the_same_bits_and_looking_changes_none() -> None:
     """Flush counting is the only looking there is so far."""
     first = step(recipe("dsv3"))
-    with measure_flush() as meter:
+    with measure_casts() as meter:
         second = step(recipe("dsv3"))
     assert all(torch.equal(first[key], second[key]) for key in first)
-    assert 0.0 < meter.share() < 0.1
+    assert 0.0 < meter.counts().flushed_share < 0.1
 
 
 def test_without_quantization_nothing_is_flushed() -> None:
-    with measure_flush() as meter:
+    with measure_casts() as meter:
         step(recipe("bf16"))
-    assert meter.share() == 0.0
+    assert meter.counts().flushed_share == 0.0
 
 
 def states(model: Transformer) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from dsv3fp8.kernels.attention import cudnn
 from dsv3fp8.model.config import ModelConfig
 from dsv3fp8.model.linear import Reader
 from dsv3fp8.ops.quantizers import ScaleState
-from dsv3fp8.precision.flush import measure_flush
+from dsv3fp8.precision.cast_meter import measure_casts
 from dsv3fp8.precision.recipe import Recipe
 
 VALUES = ("norms", "norms_and_up")
@@ -111,9 +111,9 @@ def test_the_share_of_flushed_values_does_not_depend_on_it() -> None:
     shares = set()
     for value in ("none", *VALUES):
         model = build(CONFIG, recipe("dsv3", f"recompute={value}"))
-        with measure_flush() as meter:
+        with measure_casts() as meter:
             gradients(model, [windows(CONFIG)])
-        shares.add(meter.share())
+        shares.add(meter.counts().flushed_share)
     assert len(shares) == 1
     assert shares.pop() > 0
 

@@ -13,7 +13,7 @@ from support import recipe as recipes
 from dsv3fp8.data import Batch
 from dsv3fp8.parallel import ranks as rank_room
 from dsv3fp8.parallel import reduction
-from dsv3fp8.precision.flush import measure_flush
+from dsv3fp8.precision.cast_meter import measure_casts
 from dsv3fp8.training import graph as graphs
 from dsv3fp8.training.config import OptimizerConfig
 from dsv3fp8.training.graph import StepGraph
@@ -57,7 +57,7 @@ def played_steps(ranks: Ranks, failing: tuple[int, ...]) -> tuple[list[str], lis
         steps.failing, steps.happened = failing, []
         for number in range(9):
             given = tokens(10 * number + ranks.index, length=16 if (number, ranks.index) == (6, 0) else 20)
-            with measure_flush() if (number, ranks.index) in ((1, 0), (5, 1)) else nullcontext():
+            with measure_casts() if (number, ranks.index) in ((1, 0), (5, 1)) else nullcontext():
                 if plain:
                     train_step(model, optimizer, given, 1e-3, 1.0, ranks)
                 else:
@@ -102,7 +102,7 @@ def steps_on_gpu(ranks: Ranks, recipe: str, graphed: bool, behind: bool = False)
     losses = []
     for number in range(8):
         given = [*tokens(20 * number + ranks.index, 128, 4), *tokens(20 * number + 10 + ranks.index, 128, 4)]
-        with measure_flush() if number == 5 else nullcontext():
+        with measure_casts() if number == 5 else nullcontext():
             lr = 1e-3 * (number + 1)
             step = graph.step(given, lr) if graphed else train_step(model, optimizer, given, lr, 1.0, ranks)
         losses += [step.loss, step.grad_norm, float(step.expert_load.sum())]

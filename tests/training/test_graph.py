@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from dsv3fp8.data import Batch
 from dsv3fp8.errors import UserError
 from dsv3fp8.kernels.backend import Choice
-from dsv3fp8.precision.flush import measure_flush
+from dsv3fp8.precision.cast_meter import measure_casts
 from dsv3fp8.precision.ledger import observe_ops
 from dsv3fp8.precision.tiles import QuantizedTensor
 from dsv3fp8.training import graph, setup
@@ -54,7 +54,7 @@ def test_the_third_step_of_a_shape_is_recorded_and_others_are_launched(nano: Any
     assert taken == ["launched"] * 3 + ["recorded", "replayed", "replayed", "launched", "launched", "replayed"]
 
 
-@pytest.mark.parametrize("watching", [measure_flush, observe_ops, profile])
+@pytest.mark.parametrize("watching", [measure_casts, observe_ops, profile])
 def test_a_step_that_is_watched_is_launched(nano: Any, taken: list[str], watching: Any) -> None:
     model, optimizer = build(nano("model.vocab_size=64"), torch.device("cpu"))
     steps = StepGraph(model, optimizer, clip_norm=1.0)

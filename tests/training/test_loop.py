@@ -72,6 +72,7 @@ def test_a_run_leaves_all_that_is_needed_to_resume_plot_and_compare_it(nano: Any
         assert record["bf16_peak_share"] is None  # a CPU has no such peak
     assert [record["flushed_share"] is not None for record in records] == [step in (1, 5, 10) for step in range(1, 11)]
     assert 0 < records[-1]["flushed_share"] < 0.01
+    assert [record["saturated_share"] for record in records] == [0.0 if step in (1, 5, 10) else None for step in range(1, 11)]
     assert ["validation_loss" in record for record in records] == [step in (5, 10) for step in range(1, 11)]
     text = records[-1]["validation_bits_per_byte"] / records[-1]["validation_loss"] * math.log(2)
     assert text == pytest.approx(1, rel=0.01)  # bytes are the tokens; an end of document each few thousand
@@ -88,6 +89,17 @@ def test_the_curve_goes_down(nano: Any) -> None:
     assert train(config) == 0
     records = read_metrics(Path(config.run_dir) / "metrics.jsonl")
     assert records[-1]["validation_loss"] < 0.75 * records[0]["loss"]
+
+
+def test_scales_that_were_frozen_too_early_are_told_by_what_saturates(nano: Any) -> None:
+    """Weights that grow a hundredfold under scales that were calibrated on the first two steps."""
+    config = nano(
+        "recipe=static", "recipe.calibration_steps=2", "training.steps=20", "training.validate_every=20", "optimizer.lr=0.1"
+    )
+    assert train(config) == 0
+    records = read_metrics(Path(config.run_dir) / "metrics.jsonl")
+    assert records[0]["saturated_share"] == 0
+    assert records[-1]["saturated_share"] > 0.01
 
 
 # Transformer Engine's needs its library and a Hopper GPU: tests/model/test_te.py.

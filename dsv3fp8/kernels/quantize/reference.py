@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv3fp8.precision import flush
+from dsv3fp8.precision import cast_meter
 from dsv3fp8.precision.formats import E5M6, Format, encode
 from dsv3fp8.precision.tiles import QuantizedTensor, Tile, ceil_div, grid_size
 
@@ -90,9 +90,9 @@ def quantize(
     if fmt is E5M6 and cols % 2:
         codes_in = F.pad(codes_in, (0, 1))
     codes = encode(codes_in, fmt)
-    meter = flush.active_meter()
+    meter = cast_meter.active_meter()
     if meter is not None:
-        meter.record(x, zero_codes(codes, fmt, cols))
+        meter.record(x, codes_in[..., :cols], zero_codes(codes, fmt, cols), fmt)
     return QuantizedTensor(codes, scale, fmt, tile, shape, kind, row_parts, col_parts, grouped)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv3fp8.kernels.quantize import blocks, both, columns, rows, wide
 from dsv3fp8.kernels.quantize.source import Source
-from dsv3fp8.precision import flush
+from dsv3fp8.precision import cast_meter
 from dsv3fp8.precision.formats import E5M6, Format
 from dsv3fp8.precision.tiles import BLOCK_128, COLUMN_128, ROW_128, QuantizedTensor, Tile
 
@@ -29,8 +29,8 @@ def reason_against(fmt: Format, tile: Tile, cols: int, col_parts: int = 1, scale
         return f"no Triton kernel for {fmt.name} with tile {tile}"
     if fmt is E5M6 and col_parts > 1 and (cols // col_parts) % 2:
         return "halves of odd width share the bytes of a packed pair"
-    if flush.active_meter() is not None:
-        return "flushed values are being counted"
+    if cast_meter.active_meter() is not None:
+        return "what casts lose is being counted"
     return None
 
 

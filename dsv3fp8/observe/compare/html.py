@@ -112,6 +112,7 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
         _plain(data, "expert_load_max", "busiest", "Expert balance: the busiest", "tokens over the mean"),
         _plain(data, "expert_load_entropy", "entropy", "Expert balance: entropy", "entropy of the shares, 1 is even"),
         _plain(data, "flushed_share", "flushed", "Values flushed to zero", "share of nonzero values", True, 100, " %"),
+        _plain(data, "saturated_share", "saturated", "Values beyond their range", "share of nonzero values", True, 100, " %"),
     ]
     return [chart for chart in found if chart.svg()]
 
@@ -222,7 +223,7 @@ def _legend(names: Sequence[str]) -> str:
 
 def _smoothing(data: Mapping[str, Any]) -> str:
     window, span = data["settings"]["window"], data["settings"]["band_span"]
-    text = "Validation loss and flushed values are as they were measured."
+    text = "Validation loss, flushed and saturated values are as they were measured."
     if window > 1:
         smoothed = "Training loss, gradient norm and expert balance are means over the last"
         text = f"{smoothed} {window:,} steps, for every run alike, and begin at step {window:,}. {text}"

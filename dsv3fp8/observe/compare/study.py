@@ -28,6 +28,8 @@ from dsv3fp8.observe.compare.verdict import Verdict, has_blown_up, judge, worse
 POINTS = 400
 """Points of a curve that report.json and the charts hold; metrics.jsonl has all of them."""
 SMOOTHED = ("grad_norm", "expert_load_max", "expert_load_entropy")
+COUNTED = ("flushed_share", "saturated_share")
+"""Of records, shown as they are: every so many steps have them, and runs that are older than a count have none of it."""
 SETTLED = 5
 """Steps at the start whose speed does not count."""
 
@@ -92,7 +94,7 @@ def study(
             "training": trained.curves(alike),
             "validation": validated.curves(alike),
             **{key: _plain_curves(by_recipe, alike, key, window) for key in SMOOTHED},
-            "flushed_share": _plain_curves(by_recipe, alike, "flushed_share", None),
+            **{key: _plain_curves(by_recipe, alike, key, None) for key in COUNTED},
         },
         "timings": [_timings(name, by_recipe[name].values()) for name in names],
     }
@@ -227,10 +229,10 @@ def _farthest(curve: Curve) -> int:
 
 
 def _grid(by_recipe: Mapping[str, Mapping[int, ComparedRun]], field: str) -> Steps:
-    """Steps at which every finished run logged the field; without one, those of any run."""
+    """Steps at which every finished run that has the field logged it; without one, those of any run."""
     runs = [run for runs in by_recipe.values() for run in runs.values()]
     logged = {id(run): {r["step"] for r in run.records if r.get(field) is not None} for run in runs}
-    finished = [logged[id(run)] for run in runs if run.state == "complete"]
+    finished = [logged[id(run)] for run in runs if run.state == "complete" and logged[id(run)]]
     common = set.intersection(*finished) if finished else set.union(*logged.values())
     return np.array(sorted(common), np.int64)
 
@@ -269,14 +271,14 @@ def _run_facts(run: ComparedRun, state: str) -> dict[str, Any]:
 
 
 def _levels(runs: Iterable[ComparedRun], window: int) -> dict[str, Any]:
-    """What a recipe's curves end at, a mean over its runs: smoothed, but for the last count of flushed values."""
+    """What a recipe's curves end at, a mean over its runs: smoothed, but for the last counts of what casts lose."""
     found: dict[str, Any] = {}
-    for field in (*SMOOTHED, "flushed_share"):
+    for field in (*SMOOTHED, *COUNTED):
         ends = []
         for run in runs:
             pairs = [(r["step"], r[field]) for r in run.records if r.get(field) is not None and math.isfinite(r[field])]
             recent = [value for step, value in pairs if step > run.last_step - window]
-            if pairs and field == "flushed_share":
+            if pairs and field in COUNTED:
                 ends.append(pairs[-1][1])
             elif recent:
                 ends.append(sum(recent) / len(recent))

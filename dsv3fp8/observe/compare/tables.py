@@ -69,6 +69,7 @@ def cost_table(data: Mapping[str, Any]) -> Table:
                 ABSENT if memory is None else f"{memory:.2f} GB",
                 ABSENT if recipe["kept_bytes_per_token"] is None else f"{recipe['kept_bytes_per_token']:,.0f}",
                 _share(recipe["flushed_share"]),
+                _share(recipe["saturated_share"]),
                 _number(recipe["grad_norm"], ".3f"),
                 _number(recipe["expert_load_max"], ".2f"),
                 _number(recipe["expert_load_entropy"], ".4f"),
@@ -82,8 +83,9 @@ def cost_table(data: Mapping[str, Any]) -> Table:
         "Cost and behaviour",
         f"Speed: median over the steps of a run, mean over seeds; runs that shared a machine shared its speed. Memory: {what}. "
         "Kept: bytes a token that one layer (a MoE layer where there is one) holds for backward, observed on a CPU. Flushed: "
-        "share of nonzero values that quantization made zero, at the last count. Gradient norm (before clipping) and expert "
-        f"balance (worst layer; 1 is even): over the last {_steps(data['settings']['window'])}; these and flushed: "
+        "share of nonzero values that quantization made zero; saturated: that lay beyond their format's range under their "
+        "scale; at the last count. Gradient norm (before clipping) and expert "
+        f"balance (worst layer; 1 is even): over the last {_steps(data['settings']['window'])}; these and what was counted: "
         f"{means(data)}. Skipped: steps whose loss or gradient was not finite, all seeds."
         f"{f' Not observed: {missing}.' if missing else ''}",
         (
@@ -93,6 +95,7 @@ def cost_table(data: Mapping[str, Any]) -> Table:
             "memory",
             "kept bytes",
             "flushed",
+            "saturated",
             "gradient norm",
             "busiest expert / mean",
             "entropy of shares",

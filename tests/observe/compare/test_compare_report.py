@@ -379,3 +379,26 @@ def test_a_browser_shows_the_charts_and_lets_a_recipe_stand_out(
     ground, ink = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in seen["colours"])
     assert (ground < ink) == dark
     assert math.fabs(ground - ink) > 400
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_saturates_is_shown_where_it_was_counted(counted: bool, tmp_path: Path) -> None:
+    """Records of runs older than the count do not have it."""
+    make_run(tmp_path / "bf16-seed0")
+    fields = (lambda step: {"saturated_share": 1e-6 * step if step % 10 == 0 else None}) if counted else None
+    make_run(tmp_path / "static-seed0", "static", fields=fields)
+    assert report([str(tmp_path), f"out={tmp_path / 'out'}", QUIET]) == 0
+    data, page = (read(tmp_path / "out") for read in (read_json, read_html))
+    shares = {recipe["name"]: recipe["saturated_share"] for recipe in data["recipes"]}
+    assert shares == {"bf16": None, "static": pytest.approx(2e-4) if counted else None}
+    assert ("Values beyond their range" in page) == counted
+    (row,) = re.findall(r"\| static \| [^\n]*0\.01 %[^\n]*", (tmp_path / "out" / "report.md").read_text())
+    assert ("| 0.02 % |" in row) == counted
+
+
+def read_json(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+def read_html(out: Path) -> str:
+    return (out / "report.html").read_text()

@@ -1,0 +1,78 @@
+"""Counts what casts lose, small values and large ones, while someone asks. Off (the default) it costs one `is None`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv3fp8.precision.formats import Format
+
+
+class CastCounts(NamedTuple):
+    """Values that are not zero; of them, those whose code is zero; and those beyond the format's range, kept as its end."""
+
+    nonzero: int
+    flushed: int
+    saturated: int
+
+    @property
+    def flushed_share(self) -> float:
+        """Of the nonzero values; 0.0 when nothing was quantized."""
+        return self.flushed / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def saturated_share(self) -> float:
+        """Likewise. A scale from a tile's own amax saturates nothing."""
+        return self.saturated / self.nonzero if self.nonzero else 0.0
+
+
+class CastMeter:
+    """Adds up, on the device, what the quantizers report."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    def record(self, values: Tensor, scaled: Tensor, zero_codes: Tensor, fmt: Format) -> None:
+        """values: as given, of any float dtype; scaled: fp32, as encoded; zero_codes: bool. All of one shape."""
+        nonzero = values != 0
+        saturated = scaled.abs() > fmt.saturates_above
+        counts = torch.stack((nonzero.sum(), (nonzero & zero_codes).sum(), saturated.sum()))
+        seen = self._counts.get(values.device)
+        self._counts[values.device] = counts if seen is None else seen + counts
+
+    def counts(self) -> CastCounts:
+        """Over all devices, so far."""
+        return CastCounts(*(sum(int(c[i]) for c in self._counts.values()) for i in range(3)))
+
+
+_active: CastMeter | None = None
+
+
+def active_meter() -> CastMeter | None:
+    return _active
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """While open, no meter counts: for what was counted in forward and is made again in backward."""
+    global _active
+    outer, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = outer
+
+
+@contextmanager
+def measure_casts() -> Iterator[CastMeter]:
+    """While open, every quantizer in the process reports to the meter it yields. Changes no bit of any result."""
+    global _active
+    outer, _active = _active, CastMeter()
+    try:
+        yield _active
+    finally:
+        _active = outer
