@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv3fp8.precision.formats import Format
-
 
 class CastCounts(NamedTuple):
-    """Values that are not zero; of them, those whose code is zero; and those beyond the format's range, kept as its end."""
+    """Values that are not zero; of them, those whose code is zero; and those whose scale was given, of a tensor before, and
+    put them more than half a step beyond the largest code, which stands in for them.
+    """
 
     nonzero: int
     flushed: int
@@ -26,7 +26,7 @@ class CastCounts(NamedTuple):
 
     @property
     def saturated_share(self) -> float:
-        """Likewise. A scale from a tile's own amax saturates nothing."""
+        """Likewise, of all nonzero values, under given scales or not."""
         return self.saturated / self.nonzero if self.nonzero else 0.0
 
 
@@ -36,11 +36,11 @@ class CastMeter:
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
 
-    def record(self, values: Tensor, scaled: Tensor, zero_codes: Tensor, fmt: Format) -> None:
-        """values: as given, of any float dtype; scaled: fp32, as encoded; zero_codes: bool. All of one shape."""
+    def record(self, values: Tensor, zero_codes: Tensor, saturated: Tensor | None) -> None:
+        """values: of any float dtype; zero_codes, saturated: bool, of their shape. None: under a scale of their own amax."""
         nonzero = values != 0
-        saturated = scaled.abs() > fmt.saturates_above
-        counts = torch.stack((nonzero.sum(), (nonzero & zero_codes).sum(), saturated.sum()))
+        beyond = torch.zeros((), dtype=torch.int64, device=values.device) if saturated is None else saturated.sum()
+        counts = torch.stack((nonzero.sum(), (nonzero & zero_codes).sum(), beyond))
         seen = self._counts.get(values.device)
         self._counts[values.device] = counts if seen is None else seen + counts
 

@@ -68,7 +68,7 @@ def choose_steps(config: RunConfig, device: torch.device) -> Choice:
 class StepGraph:
     """Takes optimizer steps with the results of `train_step`, bit for bit, from a graph where it can.
 
-    Steps of another shape, with documents to keep apart, or looked at by a flush meter, a ledger or a profiler are taken
+    Steps of another shape, with documents to keep apart, or looked at by a cast meter, a ledger or a profiler are taken
     as `train_step` takes them. All ranks do the same: what one of them has to launch is launched by all, since NCCL knows no
     sum that one rank replays and another launches.
     """

@@ -173,7 +173,7 @@ def test_rope(size: tuple[int, ...], kind: str) -> None:
 
 
 def test_ops_with_casts_are_counted_by_the_reference_and_give_their_kernels_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a kernel calls a quantizer, which refuses to run while flushed values are counted."""
+    """Also where a kernel calls a quantizer, which refuses to run while what casts lose is counted."""
     monkeypatch.setattr(elementwise, "against_triton", lambda _: None)
     x, dy, gamma, weight = draw(130, 192), draw(130, 192, 1), torch.ones(192), torch.rand(130)
     h, cast, angle = draw(130, 384, 2), (E4M3, "fp32"), torch.rand(1, 130, 32)

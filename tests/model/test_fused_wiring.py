@@ -17,7 +17,7 @@ from dsv3fp8.kernels.rope import reference as rope_reference
 from dsv3fp8.kernels.swiglu import reference as swiglu_reference
 from dsv3fp8.ops.quantizers import LinearQuantizers
 from dsv3fp8.ops.slot import GradientSlot
-from dsv3fp8.precision.cast_meter import measure_casts, uncounted
+from dsv3fp8.precision.cast_meter import CastCounts, measure_casts, uncounted
 from dsv3fp8.precision.formats import E4M3, E5M2
 from dsv3fp8.precision.ledger import observe_ops
 
@@ -52,25 +52,25 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def outcome(name: str, *overrides: str, **sizes: Any) -> tuple[dict[str, torch.Tensor], Any, float]:
-    """(gradients, ledger, share of flushed values) of a step."""
+def outcome(name: str, *overrides: str, **sizes: Any) -> tuple[dict[str, torch.Tensor], Any, CastCounts]:
+    """(gradients, ledger, what casts lost) of a step."""
     config = nano(**{**SIZES, **sizes})
     model = build(config, recipe(name, *overrides))
     with measure_casts() as meter:
         gradients(model, [windows(config)])
     with observe_ops() as ledger:
-        return gradients(model, [windows(config)]), ledger, meter.counts().flushed_share
+        return gradients(model, [windows(config)]), ledger, meter.counts()
 
 
 def assert_same_outcome(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **sizes: Any) -> list[str]:
-    want, want_ledger, want_share = outcome(name, *overrides, **sizes)
+    want, want_ledger, want_counts = outcome(name, *overrides, **sizes)
     ran = pretend_kernels(monkeypatch)
-    got, ledger, share = outcome(name, *overrides, **sizes)
+    got, ledger, counts = outcome(name, *overrides, **sizes)
     assert got.keys() == want.keys()
     assert [key for key in got if not torch.equal(got[key], want[key])] == []
     assert ledger.records == want_ledger.records
     assert (ledger.unreported, ledger.unsaved) == ([], [])
-    assert share == want_share
+    assert counts == want_counts
     return ran
 
 

@@ -87,7 +87,7 @@ def test_keeping_swiglus_output_changes_no_bit() -> None:
 
 
 def test_the_same_seed_gives_the_same_bits_and_looking_changes_none() -> None:
-    """Flush counting is the only looking there is so far."""
+    """Looking: counting what casts lose."""
     first = step(recipe("dsv3"))
     with measure_casts() as meter:
         second = step(recipe("dsv3"))

@@ -201,7 +201,7 @@ def test_a_recipe_whose_experts_are_looped_over_is_not_recorded(nano: Any) -> No
 
 
 def test_a_run_with_a_graph_is_the_run_without_it(nano: Any, curve: Any) -> None:
-    """Validation, counting of flushed values and checkpoints in between. null takes a graph here."""
+    """Validation, counting of what casts lose and checkpoints in between. null takes a graph here."""
     configs = [
         nano("recipe=dsv3", "training.device=cuda", "training.steps=12", f"training.cuda_graph={on}", *WIDTHS[1:-1], run=on)
         for on in ("false", "true", "null")

@@ -83,6 +83,7 @@ def quantize(
     if grouped:
         assert groups is not None
         amax = _amax_of_group(amax, groups)
+    given = scale is not None
     scale = scale_from_amax(amax, fmt, kind) if scale is None else torch.where(torch.isfinite(amax), scale, torch.nan)
     spread = scale.reshape(*tiled.shape[:-4], 1, *tiled.shape[-3:-1], 1)
     scaled = tiled * (1.0 / spread)
@@ -92,7 +93,8 @@ def quantize(
     codes = encode(codes_in, fmt)
     meter = cast_meter.active_meter()
     if meter is not None:
-        meter.record(x, codes_in[..., :cols], zero_codes(codes, fmt, cols), fmt)
+        beyond = codes_in[..., :cols].abs() > fmt.saturates_above if given else None
+        meter.record(x, zero_codes(codes, fmt, cols), beyond)
     return QuantizedTensor(codes, scale, fmt, tile, shape, kind, row_parts, col_parts, grouped)
 
 

@@ -1,8 +1,8 @@
-"""Quantize and re-tile in Triton: the reference's codes and scales, bit for bit, in one pass over the values.
+"""Quantize and re-tile in Triton: the reference's codes and scales, bit for bit.
 
-Kernels by tile: rows.py (1x128), columns.py (128x1), both.py (the two from one read), blocks.py (128x128), wide.py (a whole
-row, column or matrix). Codes in 128x1 and allx1 tiles, and those re-tiled expert by expert, are stored with the rows
-contiguous, all others row by row; scales of 1x128 tiles with the rows contiguous.
+Kernels by tile: rows.py (1x128), columns.py (128x1), both.py (the two from one read) and blocks.py (128x128), all in one pass
+over the values; wide.py (a whole row, column or matrix) in two. Codes in 128x1 and allx1 tiles, and those re-tiled expert by
+expert, are stored with the rows contiguous, all others row by row; scales of 1x128 tiles with the rows contiguous.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def reason_against(fmt: Format, tile: Tile, cols: int, col_parts: int = 1, scale
     if cast_meter.active_meter() is not None:
         return "what casts lose is being counted"
     return None
+
+
+def passes(tile: Tile) -> str:
+    """How often a cast to these tiles reads the values, in words."""
+    return "one pass over the values" if tile in _KERNELS else "two passes over the values, the first for the largest"
 
 
 def reason_against_source(source: QuantizedTensor) -> str | None:

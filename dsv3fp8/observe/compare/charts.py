@@ -93,7 +93,7 @@ class Chart:
         """For those who hear the page: what is drawn, and where every named line ends."""
         ends = []
         for line in self.lines:
-            last = next((y for y in reversed(line.ys) if _drawn(y, self.logarithmic)), None)
+            last = next((y for y in reversed(line.ys) if _drawn(y, False)), None)
             if line.name and last is not None:
                 ends.append(f"{line.name} ends at {last:.4g}{self.unit}")
         return f"{self.caption} {'; '.join(ends)}."

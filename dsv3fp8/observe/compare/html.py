@@ -193,7 +193,7 @@ def _plain(
     curves, last = data["curves"][field], data["settings"]["steps"]
     named = enumerate(curves["recipes"].items())
     lines = [Line(index, curves["step"], _times(ys, factor), recipe) for index, (recipe, ys) in named]
-    scale = ", on a logarithmic scale" if logarithmic else ""
+    scale = ", on a logarithmic scale, which has no place for zero" if logarithmic else ""
     caption = f"{y_label[0].upper()}{y_label[1:]}{scale}; {means(data)}."
     return Chart(key, name, caption, "optimizer step", y_label, lines, last, logarithmic=logarithmic, unit=unit)
 

@@ -229,10 +229,10 @@ def _farthest(curve: Curve) -> int:
 
 
 def _grid(by_recipe: Mapping[str, Mapping[int, ComparedRun]], field: str) -> Steps:
-    """Steps at which every finished run that has the field logged it; without one, those of any run."""
+    """Steps at which every finished run (of counts: that has any) logged the field; without one, those of any run."""
     runs = [run for runs in by_recipe.values() for run in runs.values()]
     logged = {id(run): {r["step"] for r in run.records if r.get(field) is not None} for run in runs}
-    finished = [logged[id(run)] for run in runs if run.state == "complete" and logged[id(run)]]
+    finished = [logged[id(run)] for run in runs if run.state == "complete" and (logged[id(run)] or field not in COUNTED)]
     common = set.intersection(*finished) if finished else set.union(*logged.values())
     return np.array(sorted(common), np.int64)
 

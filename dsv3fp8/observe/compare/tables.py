@@ -83,8 +83,8 @@ def cost_table(data: Mapping[str, Any]) -> Table:
         "Cost and behaviour",
         f"Speed: median over the steps of a run, mean over seeds; runs that shared a machine shared its speed. Memory: {what}. "
         "Kept: bytes a token that one layer (a MoE layer where there is one) holds for backward, observed on a CPU. Flushed: "
-        "share of nonzero values that quantization made zero; saturated: that lay beyond their format's range under their "
-        "scale; at the last count. Gradient norm (before clipping) and expert "
+        "share of nonzero values that quantization made zero; saturated: that a scale from earlier "
+        "steps put beyond the largest code; at the last count. Gradient norm (before clipping) and expert "
         f"balance (worst layer; 1 is even): over the last {_steps(data['settings']['window'])}; these and what was counted: "
         f"{means(data)}. Skipped: steps whose loss or gradient was not finite, all seeds."
         f"{f' Not observed: {missing}.' if missing else ''}",

@@ -65,3 +65,9 @@ def test_numbers_beside_the_axis_leave_room_for_its_name(ys: tuple[float, float]
 
 def test_ticks_need_not_be_whole() -> None:
     assert nice_ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_a_logarithmic_chart_tells_of_a_zero_at_the_end_and_draws_nothing_of_zeros_alone() -> None:
+    drawn = chart([1, 2, 3], [0.0, 0.5, 0.0], 3, logarithmic=True)
+    assert "bf16 ends at 0." in drawn.svg()
+    assert chart([1, 2, 3], [0.0, 0.0, 0.0], 3, logarithmic=True).svg() == ""
