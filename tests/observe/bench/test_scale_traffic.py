@@ -8,6 +8,7 @@ from processes import Ranks, on_ranks
 from support import build, nano, recipe
 
 from dsv3fp8.data import Batch
+from dsv3fp8.model.router import Router
 from dsv3fp8.model.transformer import Transformer
 from dsv3fp8.observe.bench.breakdown import Event
 from dsv3fp8.observe.bench.scale.gathered import over_all
@@ -34,22 +35,29 @@ def made(ranks: Ranks, recipe_name: str, word: str) -> tuple[Transformer, AdamW]
     return model, AdamW(model.parameter_groups(), OptimizerConfig(lr=1e-3, weight_decay=0.1))
 
 
-def counted(ranks: Ranks) -> dict[str, list[Call]]:
-    """The collectives of one step under each of WAYS; each rank has tokens of its own."""
+def counted(ranks: Ranks, one_sided: bool) -> dict[str, list[Call]]:
+    """The collectives of one step under each of WAYS; each rank has tokens of its own. one_sided: all to experts 0 and 1."""
     found = {}
     batch = Batch(torch.randint(96, (2, 21), generator=torch.Generator().manual_seed(ranks.index)), None)
     for name, (word, _) in WAYS.items():
         recipe_name = name.split(",")[0]
         model, optimizer = made(ranks, recipe_name, word)
+        for module in model.modules():
+            if one_sided and isinstance(module, Router):
+                module.bias[:2] = 100
         with Traffic(48, 4 if recipe_name == "fp32" else 2) as traffic:
             train_step(model, optimizer, [batch], 1e-3, 1.0, ranks)
         found[name] = traffic.calls
     return found
 
 
-def test_each_collective_carries_what_the_report_and_plan_say() -> None:
-    """4 ranks, experts over 2 of them: T·k·(D + s·ceil(D/128)) out, 2·T·k·D home, and every gradient once round."""
-    each = on_ranks(4, counted, expert=2)
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_each_collective_carries_what_the_report_and_plan_say(one_sided: bool) -> None:
+    """4 ranks, experts over 2 of them: T·k·(D + s·ceil(D/128)) out, 2·T·k·D home, and every gradient once round.
+
+    Also where every second rank's experts get nothing, and nothing is what it sends home.
+    """
+    each = on_ranks(4, counted, one_sided, expert=2)
     copies = LAYERS * 2 * 20 * TOP_K  # of the tokens of a rank
     model, _ = made(ALONE, "dsv3", "gate=before")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -64,6 +72,7 @@ def test_each_collective_carries_what_the_report_and_plan_say() -> None:
             leaving, coming = (sum(call.sent for rank in calls for call in rank if call.what == what) for what in (out, home))
             assert leaving / row == coming / plain  # as many rows come home as have left
             assert 0 < leaving < 4 * copies * row
+            assert not one_sided or leaving == 2 * copies * row
         arrived = sum(call.rows for rank in calls for call in rank if call.what == "dispatch")
         assert arrived == 4 * copies
         with_gates = {"gate weights"} if WAYS[name][0] == "gate=before" else set()

@@ -99,7 +99,7 @@ class _Naming:
         total = _bytes(given)
         if not leaving:
             return Call(COUNTS, total, total * (size - 1) / size)
-        width = total // max(sum(leaving), 1)
+        width = given.shape[1]  # not from the total: a rank whose experts nobody chose sends home no rows, and says so
         call = Call("", total, float(total - leaving[index] * width), sum(arriving))
         backward = torch._C._current_graph_task_id() != -1
         out, home = (COMBINE_BACKWARD, DISPATCH_BACKWARD) if backward else (DISPATCH, COMBINE)
