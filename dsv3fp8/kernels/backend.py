@@ -276,7 +276,7 @@ def choose_quantize(
         if against is None and source is not None:
             against = kernels.reason_against_source(source)
     if against is None:
-        return Choice("triton", kernels.passes(tile), exact=True)
+        return Choice("triton", kernels.passes(tile, scale is not None), exact=True)
     return Choice("reference", f"torch: {against}", exact=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CastCounts(NamedTuple):
-    """Values that are not zero; of them, those whose code is zero; and those whose scale was given, of a tensor before, and
+    """Values that are not zero; of them, those whose code is zero; and those whose scale was given, not found from them, and
     put them more than half a step beyond the largest code, which stands in for them.
     """
 

@@ -112,7 +112,8 @@ class Loop:
         validating = step == training.steps or _is_due(step, training.validate_every)
         logging = validating or step == 1 or _is_due(step, training.log_every)
         lr = learning_rate(state.updates + 1, run.config.schedule, run.config.optimizer.lr, training.steps)
-        counting = validating or step == 1 or _is_due(step, self._count_every)
+        # What Transformer Engine casts reports to no meter.
+        counting = run.config.recipe.linears == "ours" and (validating or step == 1 or _is_due(step, self._count_every))
         with _measured(counting) as meter:
             micro_batches = [next(run.batches) for _ in range(training.accumulate)]
             if self.graph is None:
@@ -131,9 +132,7 @@ class Loop:
         if not logging and result.applied:
             self.records.advance(step)
             return {}
-        # What Transformer Engine casts reports to no meter.
-        counted = meter is not None and run.config.recipe.linears == "ours"
-        counts = CastCounts(*run.ranks.sum_counts(meter.counts())) if meter and counted else None
+        counts = CastCounts(*run.ranks.sum_counts(meter.counts())) if meter else None
         record = {
             **self._figures(result, lr),
             **expert_balance(result.expert_load),

@@ -34,9 +34,12 @@ def reason_against(fmt: Format, tile: Tile, cols: int, col_parts: int = 1, scale
     return None
 
 
-def passes(tile: Tile) -> str:
-    """How often a cast to these tiles reads the values, in words."""
-    return "one pass over the values" if tile in _KERNELS else "two passes over the values, the first for the largest"
+def passes(tile: Tile, given: bool) -> str:
+    """How often a cast to these tiles reads the values, in words. given: under a scale that is known before."""
+    if tile in _KERNELS:
+        return "one pass over the values"
+    # For a kept scale torch finds the largest magnitude (ops/quantizers.py); the kernel has to look for what is not finite.
+    return f"two passes over the values, the first for the largest{', behind one by torch for the same' if given else ''}"
 
 
 def reason_against_source(source: QuantizedTensor) -> str | None:

@@ -92,6 +92,8 @@ def report(arguments: list[str]) -> int:
     runs = read_runs(find_runs(paths))
     out = writable_directory(config.out, *NAMES)
     data = write_report(runs, out, config.baseline, config.window, _say)
+    if config.baseline is None and (taken := data["settings"]["baseline"]) != "bf16":
+        _say(f"held against {taken}, the first by name: baseline=NAME takes another")
     logging = LoggingConfig(wandb=config.wandb, project=config.project, group=config.group or out.absolute().name)
     log_group(logging, runs, data, out, _say)
     _show(data, out)

@@ -49,7 +49,8 @@ def draw(data: Mapping[str, Any], out: Path) -> None:
     bottom.axhline(0, color="0.3", linewidth=0.6)
     top.set_ylabel("loss, nats a token")
     window = data["settings"]["window"]
-    about = f"{subtitle(data)}\nlines: training, mean of the last {window:,} steps; dots: validation; {means(data)}"
+    smoothed = f"mean of the last {window:,} steps" if window > 1 else "as logged"
+    about = f"{subtitle(data)}\nlines: training, {smoothed}; dots: validation; {means(data)}"
     top.set_title("\n".join(fill(line, TITLE_WIDTH) for line in about.splitlines()), fontsize=8, loc="left")
     bottom.set_ylabel("error of training loss, %")
     bottom.set_xlabel("optimizer step")

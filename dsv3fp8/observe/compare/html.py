@@ -112,7 +112,9 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
         _plain(data, "expert_load_max", "busiest", "Expert balance: the busiest", "tokens over the mean"),
         _plain(data, "expert_load_entropy", "entropy", "Expert balance: entropy", "entropy of the shares, 1 is even"),
         _plain(data, "flushed_share", "flushed", "Values flushed to zero", "share of nonzero values", True, 100, " %"),
-        _plain(data, "saturated_share", "saturated", "Values beyond their range", "share of nonzero values", True, 100, " %"),
+        _plain(
+            data, "saturated_share", "saturated", "Values beyond the largest code", "share of nonzero values", True, 100, " %"
+        ),
     ]
     return [chart for chart in found if chart.svg()]
 

@@ -241,7 +241,7 @@ def _differs_from_itself(recipe: Mapping[str, Any], baseline: str) -> str:
         parts.append(f"{key} loss {_by_seed(part['error_by_seed'])} at the end, {_signed(error)} at step {step:,}, the most")
     return (
         f"{baseline} differs from itself, trained a second time from the same seed, in {'; in '.join(parts)}: a difference of "
-        "that size at that place is no recipe's."
+        "that size at that place cannot be told from chance."
     )
 
 

@@ -391,7 +391,7 @@ def test_what_saturates_is_shown_where_it_was_counted(counted: bool, tmp_path: P
     data, page = (read(tmp_path / "out") for read in (read_json, read_html))
     shares = {recipe["name"]: recipe["saturated_share"] for recipe in data["recipes"]}
     assert shares == {"bf16": None, "static": pytest.approx(2e-4) if counted else None}
-    assert ("Values beyond their range" in page) == counted
+    assert ("Values beyond the largest code" in page) == counted
     (row,) = re.findall(r"\| static \| [^\n]*0\.01 %[^\n]*", (tmp_path / "out" / "report.md").read_text())
     assert ("| 0.02 % |" in row) == counted
 

@@ -146,7 +146,7 @@ def test_what_the_baseline_differs_from_itself_by_is_said_and_not_judged(tmp_pat
     assert (
         "bf16 differs from itself, trained a second time from the same seed, in training loss seed 0: +0.50 % at the end, "
         "+40.00 % at step 120, the most; in validation loss seed 0: +0.50 % at the end, +40.00 % at step 120, the most: a "
-        "difference of that size at that place is no recipe's."
+        "difference of that size at that place cannot be told from chance."
     ) in findings(data)
     assert any(line.startswith("again: ") for line in rules(data))
 
