@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dsv3fp8.precision.watcher import Watcher
 
 
 class CastCounts(NamedTuple):
@@ -45,34 +47,25 @@ class CastMeter:
         self._counts[values.device] = counts if seen is None else seen + counts
 
     def counts(self) -> CastCounts:
-        """Over all devices, so far."""
-        return CastCounts(*(sum(int(c[i]) for c in self._counts.values()) for i in range(3)))
+        """Over all devices, so far. Waits for each of them once."""
+        return CastCounts(*sum((counts.cpu() for counts in self._counts.values()), torch.zeros(3, dtype=torch.int64)).tolist())
 
 
-_active: CastMeter | None = None
+_meter: Watcher[CastMeter] = Watcher()
 
 
 def active_meter() -> CastMeter | None:
-    return _active
+    return _meter.current
 
 
-@contextmanager
-def uncounted() -> Iterator[None]:
+def uncounted() -> AbstractContextManager[None]:
     """While open, no meter counts: for what was counted in forward and is made again in backward."""
-    global _active
-    outer, _active = _active, None
-    try:
-        yield
-    finally:
-        _active = outer
+    return _meter.be(None)
 
 
 @contextmanager
 def measure_casts() -> Iterator[CastMeter]:
     """While open, every quantizer in the process reports to the meter it yields. Changes no bit of any result."""
-    global _active
-    outer, _active = _active, CastMeter()
-    try:
-        yield _active
-    finally:
-        _active = outer
+    meter = CastMeter()
+    with _meter.be(meter):
+        yield meter

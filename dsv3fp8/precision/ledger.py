@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ from dsv3fp8.precision.formats import E5M6
 from dsv3fp8.precision.gathered import GatheredWeight
 from dsv3fp8.precision.recipe import GemmSpec
 from dsv3fp8.precision.tiles import Operand, QuantizedTensor, ceil_div, grid_size
+from dsv3fp8.precision.watcher import Watcher
 
 _FORMATS = {
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32",
@@ -193,42 +194,32 @@ class Ledger:
         return backends, types
 
 
-_active: Ledger | None = None
+_ledger: Watcher[Ledger] = Watcher()
 
 
 def active() -> Ledger | None:
-    return _active
+    return _ledger.current
 
 
 @contextmanager
 def observe_ops(into: Ledger | None = None) -> Iterator[Ledger]:
     """While open, ops of this process report to the ledger it yields, `into` or a new one. Run forward and backward inside."""
-    global _active
-    outer, ledger = _active, into if into is not None else Ledger()
-    _active = ledger
-    try:
+    ledger = into if into is not None else Ledger()
+    with _ledger.be(ledger):
         with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda t: t):
             yield ledger
         ledger.settle()
-    finally:
-        _active = outer
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> AbstractContextManager[None]:
     """While open, ops report to nobody: for what a ledger computes itself."""
-    global _active
-    outer, _active = _active, None
-    try:
-        yield
-    finally:
-        _active = outer
+    return _ledger.be(None)
 
 
 def enter(scope: str) -> None:
     """From here on, forward ops belong to this layer; "" for what stands outside of layers."""
-    if _active is not None:
-        _active.scope, _active.keeping = scope, torch.is_grad_enabled()
+    if (ledger := _ledger.current) is not None:
+        ledger.scope, ledger.keeping = scope, torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -261,7 +252,7 @@ class Node:
         inert: the share of kept rows that belong to no token.
         """
         ledger = self.ledger
-        if ledger is not _active:
+        if ledger is not _ledger.current:
             return
         if column != "forward":
             ledger.settle()
@@ -277,7 +268,7 @@ class Node:
 
 def here(name: str) -> Node | None:
     """The running op's place, None while no ledger is open."""
-    return None if _active is None else Node(_active, _active.scope, name)
+    return None if (ledger := _ledger.current) is None else Node(ledger, ledger.scope, name)
 
 
 def amend(
@@ -294,7 +285,7 @@ def amend(
     instead_of: an output that only the cast read, which a fused kernel would not write.
     """
     ledger = node.ledger
-    if ledger is not _active:
+    if ledger is not _ledger.current:
         return
     ledger.look(node, column, {}, emits)
     for i in reversed(range(len(ledger.records))):
