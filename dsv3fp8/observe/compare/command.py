@@ -17,6 +17,7 @@ from dsv3fp8.observe.compare.pool import places_for, run_all
 from dsv3fp8.observe.compare.recipes import AGAIN
 from dsv3fp8.observe.compare.report import NAMES, write_report
 from dsv3fp8.observe.compare.runs import find_runs, read_runs
+from dsv3fp8.observe.compare.study import BASELINE
 from dsv3fp8.observe.compare.tables import findings, subtitle, tables_of, title
 from dsv3fp8.observe.output import writable_directory
 from dsv3fp8.schema import build_words, leaves, split_words, suggest
@@ -92,7 +93,7 @@ def report(arguments: list[str]) -> int:
     runs = read_runs(find_runs(paths))
     out = writable_directory(config.out, *NAMES)
     data = write_report(runs, out, config.baseline, config.window, _say)
-    if config.baseline is None and (taken := data["settings"]["baseline"]) != "bf16":
+    if config.baseline is None and (taken := data["settings"]["baseline"]) != BASELINE:
         _say(f"held against {taken}, the first by name: baseline=NAME takes another")
     logging = LoggingConfig(wandb=config.wandb, project=config.project, group=config.group or out.absolute().name)
     log_group(logging, runs, data, out, _say)

@@ -30,6 +30,8 @@ POINTS = 400
 SMOOTHED = ("grad_norm", "expert_load_max", "expert_load_entropy")
 COUNTED = ("flushed_share", "saturated_share")
 """Of records, shown as they are: every so many steps have them, and runs that are older than a count have none of it."""
+BASELINE = "bf16"
+"""The recipe that the others are held against where nobody asks for another."""
 SETTLED = 5
 """Steps at the start whose speed does not count."""
 
@@ -115,7 +117,7 @@ def choose_baseline(names: Sequence[str], asked: str | None) -> str:
     if not names:
         raise UserError(f"all runs are second ones (directories that end with {AGAIN}): add those that they repeat")
     if asked is None:
-        return "bf16" if "bf16" in names else names[0]
+        return BASELINE if BASELINE in names else names[0]
     if asked not in names:
         raise UserError(f"baseline={asked}: no run has that recipe; there are {', '.join(names)}")
     return asked
